@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -100,17 +100,18 @@ class Maintenance:
         self.wake()  # a merge may be due now
 
     def compact(self, progress: Progress) -> None:
-        """Rewrite each shard into one segment without deleted rows, and wait for it.
+        """Rewrite each shard, with its growing rows, into one segment without deleted rows, and wait for it.
 
         progress: called with the stage of a build, and the fraction of it that is done.
         """
-        build = partial(self.build_here, progress=progress)
         with self.merging, self.sealing:
-            self._seal(build)
+            seals = self._state.growing.size > 0
+            sources = {}
             for shard in range(self._state.description.shards):
-                segments = [segment for segment in self._state.segments if segment.info.shard == shard]
-                if len(segments) > 1 or any(one.count < one.size or one.lacks_keywords for one in segments):
-                    self._merge([segment.info.number for segment in segments], build)
+                own = [segment for segment in self._state.segments if segment.info.shard == shard]
+                if seals or len(own) > 1 or any(one.count < one.size or one.lacks_keywords for one in own):
+                    sources[shard] = own
+            self._rewrite(sources, seals, partial(self.build_here, progress=progress))
 
     def seal_if_due(self, build: BuildSegment) -> bool:
         """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
@@ -125,10 +126,10 @@ class Maintenance:
     def merge_if_due(self, build: BuildSegment) -> bool:
         """Merge segments by `build`, if a merge is due; return whether one was."""
         with self.merging:
-            numbers = [] if self._ended.is_set() else pick_merge(self._state.segments, self._seal_rows)
-            if not numbers:
+            segments = [] if self._ended.is_set() else pick_merge(self._state.segments, self._seal_rows)
+            if not segments:
                 return False
-            self._merge(numbers, build)
+            self._rewrite({segments[0].info.shard: segments}, False, build)
         self.wake()  # a seal may have waited for the merge
         return True
 
@@ -149,56 +150,51 @@ class Maintenance:
             pass
 
     def _seal(self, build: BuildSegment) -> None:
-        """Build segments of the growing rows, one a shard."""
-        with self._commits.lock:
-            if not self._state.growing.size:
-                return
-            self._commits.check_directory()
-            self._commits.rotate()
-            until, next_row = self._state.sequence, self._state.growing.next_row
-            shards = range(self._state.description.shards)
-            jobs = [BuildJob(self._next_number(), until, next_row, [], self._threads, shard) for shard in shards]
-        self._build_and_install(jobs, build)
-        self.sealed += 1
+        if self._state.growing.size:
+            self._rewrite(dict.fromkeys(range(self._state.description.shards), ()), True, build)
 
-    def _merge(self, numbers: list[int], build: BuildSegment) -> None:
-        """Build a segment of those of one shard that these numbers name."""
+    def _rewrite(self, sources: Mapping[int, Sequence[Segment]], seals: bool, build: BuildSegment) -> None:
+        """Build a segment of some shards, each from those of its segments that are given, and if `seals` from its
+        growing rows; then install all. With the growing rows all shards are built."""
+        if not sources:
+            return
         with self._commits.lock:
             self._commits.check_directory()
-            shard = next(info.shard for info in self._manifest.segments if info.number == numbers[0])
-            job = BuildJob(self._next_number(), 0, 0, numbers, self._threads, shard)
-        self._build_and_install([job], build)
-        self.merged += 1
-
-    def _next_number(self) -> int:
-        self._next_segment += 1
-        self.building.add(self._next_segment - 1)
-        return self._next_segment - 1
-
-    def _build_and_install(self, jobs: Sequence[BuildJob], build: BuildSegment) -> None:
+            until = next_row = 0
+            if seals:
+                self._commits.rotate()
+                until, next_row = self._state.sequence, self._state.growing.next_row
+            jobs = [
+                BuildJob(number, until, next_row, [one.info.number for one in merged], self._threads, shard)
+                for number, (shard, merged) in enumerate(sources.items(), self._next_segment)
+            ]
+            self._next_segment += len(jobs)
+            self.building |= {job.number for job in jobs}
         try:
             built = [info for job in jobs if (info := build(self._state.directory, job)) is not None]
             fresh = self._state.open_segments(built)
             try:
-                self._install(jobs[0], fresh)
+                self._install({number for job in jobs for number in job.merged}, until, next_row, fresh)
             except BaseException:
                 close(list(fresh.values()))
                 raise
         finally:
             self.building.difference_update(job.number for job in jobs)
+        self.sealed += seals
+        self.merged += any(sources.values())
         self._remove_obsolete_files()
 
-    def _install(self, job: BuildJob, fresh: Loaded) -> None:
+    def _install(self, merged: Collection[int], until: int, next_row: int, fresh: Loaded) -> None:
         path = self._state.directory / MANIFEST
         with self._commits.lock:
             self._commits.check_directory()
-            before = self._manifest  # other builds may have been installed since this job began
+            before = self._manifest  # other builds may have been installed since this one began
             self._generation += 1
             manifest = Manifest(
                 generation=self._generation,
-                segments=[one for one in before.segments if one.number not in job.merged] + list(fresh),
-                sequence=max(before.sequence, job.until),
-                next_row=max(before.next_row, job.next_row),
+                segments=[one for one in before.segments if one.number not in merged] + list(fresh),
+                sequence=max(before.sequence, until),
+                next_row=max(before.next_row, next_row),
                 next_segment=self._next_segment,
                 schema=dict(self._state.schema),
             )
@@ -256,23 +252,20 @@ class Maintenance:
         return built
 
 
-def pick_merge(segments: Sequence[Segment], seal_rows: int) -> list[int]:
-    """Return the numbers of segments of one shard to merge; empty if none is due.
+def pick_merge(segments: Sequence[Segment], seal_rows: int) -> list[Segment]:
+    """Return the segments of one shard to merge; empty if no merge is due.
 
     A full tier takes precedence over a segment with many deleted rows: otherwise a writer that seals as fast as one
     segment is rewritten would accumulate segments.
     """
-    tiers: dict[tuple[int, int], list[int]] = defaultdict(list)
-    sparse = []
+    tiers: dict[tuple[int, int], list[Segment]] = defaultdict(list)
     for segment in segments:
-        size = segment.count
-        if size < (1 - MAX_DELETED_SHARE) * segment.size:
-            sparse.append(segment.info.number)
         tier, limit = 0, MERGE_FAN_IN * seal_rows
-        while size >= limit:
+        while segment.count >= limit:
             tier, limit = tier + 1, limit * MERGE_FAN_IN
-        tiers[tier, segment.info.shard].append(segment.info.number)
-    full = [numbers for _, numbers in sorted(tiers.items()) if len(numbers) >= MERGE_FAN_IN]
+        tiers[tier, segment.info.shard].append(segment)
+    full = [own for _, own in sorted(tiers.items(), key=lambda one: one[0]) if len(own) >= MERGE_FAN_IN]
+    sparse = [one for one in segments if one.count < (1 - MAX_DELETED_SHARE) * one.size]
     return full[0] if full else sparse[:1]
 
 

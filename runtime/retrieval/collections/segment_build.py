@@ -3,7 +3,7 @@
 import contextlib
 import os
 import stat
-from collections.abc import Collection, Iterable, Iterator, Sequence
+from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -30,7 +30,6 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import log_files
-from runtime.retrieval.collections.part import Part
 from runtime.retrieval.collections.segment import CONTENTS, FILES, Contents, index_errors, segment_path, sources_of
 from runtime.retrieval.collections.state import State, vectors_of
 from runtime.retrieval.keywords.index import KeywordFile
@@ -41,8 +40,8 @@ _FLAT_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, "words.sqlite")  # of a flat bul
 class BuildJob(msgspec.Struct, frozen=True):
     """A segment to build, with the rows of one shard.
 
-    Its source is the segments that `merged` names, or else the growing rows before `next_row`, which are those of the
-    log's records before `until`; both are 0 then.
+    Its sources are the segments that `merged` names, and the growing rows before `next_row`, which are those of the
+    log's records before `until`; both are 0 if there are none.
     """
 
     number: int
@@ -60,18 +59,17 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
         progress("rows", number / len(merged))
         segment.verify()  # a damaged one must not be sealed again under a new checksum
     with state.lock:
-        if state.growing.next_row < job.next_row:
+        growing, parts = state.growing, (*merged, state.growing)
+        if growing.next_row < job.next_row:
             raise CollectionError(f"the log ends before row {job.next_row}")
-        parts: Sequence[Part] = merged if job.merged else (state.growing,)
-        rows = np.sort(np.concatenate([np.empty(0, np.int64), *(part.alive_rows() for part in parts)]))
-    by_row: dict[int, Document] = {}
-    for part in parts:
-        by_row |= part.find(rows.tolist())
-    documents = [by_row[row] for row in rows.tolist()]
-    if not job.merged:
-        shard_of = state.description.shard_of
-        documents = [one for one in documents if one.row < job.next_row and shard_of(one.id) == job.shard]
-        rows = np.array([one.row for one in documents], np.int64)
+        alive = [part.alive_rows() for part in parts]
+    alive[-1] = alive[-1][alive[-1] < job.next_row]
+    found: dict[int, Document] = {}
+    for part, living in zip(parts, alive, strict=True):
+        found |= part.find(living.tolist())
+    shard_of = state.description.shard_of
+    documents = [found[row] for row in sorted(found) if row < growing.first or shard_of(found[row].id) == job.shard]
+    rows = np.array([one.row for one in documents], np.int64)
     progress("rows", 1.0)
     if not documents:
         return None
