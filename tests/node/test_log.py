@@ -103,6 +103,13 @@ def test_an_event_is_one_line_whatever_its_content(capfd: pytest.CaptureFixture[
         assert "ValueError: first" in written
 
 
+def test_a_process_whose_log_is_closed_logs_at_its_own_level_again(caplog: pytest.LogCaptureFixture) -> None:
+    caplog.set_level(logging.ERROR)
+    with log_to_stderr(msgspec.structs.replace(NodeConfig().log, level="debug"), "pool-0"):
+        assert logging.getLogger().level == logging.DEBUG
+    assert logging.getLogger().level == logging.ERROR
+
+
 def test_logging_does_not_block_on_a_stuck_disk_and_lost_lines_are_counted(start: StartLog) -> None:
     disk = Disk()
     lost: list[int] = []

@@ -264,12 +264,14 @@ def log_to_file(plan: NodePlan, process: str, on_lost: Callable[[int], None] = l
 def _logging_through(handler: logging.Handler, section: LogSection) -> Iterator[None]:
     """Add a handler to the root logger, at the configured level, for the duration of the block."""
     root = logging.getLogger()
+    level = root.level
     root.setLevel(LEVELS[section.level])
     root.addHandler(handler)
     try:
         yield
     finally:
         root.removeHandler(handler)
+        root.setLevel(level)
         handler.close()
 
 
