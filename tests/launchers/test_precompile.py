@@ -41,13 +41,14 @@ def incomplete(tmp_path: Path) -> Path:
     return tmp_path
 
 
+@pytest.mark.timeout(900)  # it compiles for half a minute of a core that is its own
 def test_the_loop_and_the_engines_are_compiled(incomplete: Path) -> None:
     environment = {name: value for name, value in os.environ.items() if name != "NUMBA_CACHE_DIR"}
 
     def run(*arguments: str) -> "subprocess.CompletedProcess[str]":
         command = [sys.executable, *arguments]
         return subprocess.run(
-            command, cwd=incomplete, env=environment, capture_output=True, text=True, timeout=280, check=False
+            command, cwd=incomplete, env=environment, capture_output=True, text=True, timeout=800, check=False
         )
 
     assert run("-c", IS_CACHED).stdout == "False\n"

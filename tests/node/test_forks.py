@@ -186,6 +186,6 @@ print(len(os.listdir("/proc/self/task")), [path for path in opened if any(name i
     libraries = ":".join(filter(None, (str(tmp_path), os.environ.get("LD_LIBRARY_PATH"))))
     environment = os.environ | ONE_THREAD | {"LD_LIBRARY_PATH": libraries}
     done = subprocess.run(
-        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=120
+        [sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True, timeout=280
     )
     assert done.stdout == "1 []\n", done.stderr

@@ -19,7 +19,10 @@ from runtime.serving.network.llama import Llama  # noqa: E402
 from runtime.serving.network.paged_cache import PagedBatch, PagedCache, attend, store  # noqa: E402
 from tests.serving.replays import Replays, greedy  # noqa: E402
 
-pytestmark = pytest.mark.filterwarnings("ignore::DeprecationWarning")  # in torch's compiler
+pytestmark = [
+    pytest.mark.filterwarnings("ignore::DeprecationWarning"),  # in torch's compiler
+    pytest.mark.timeout(900),  # it compiles on cores that others use, too
+]
 BLOCK, BLOCKS, STEPS = 16, 40, 20
 LENGTHS = [1, 50, 31]
 SCRATCH = (7, 3, 20, 9)
