@@ -2,6 +2,7 @@
 
 import errno
 import os
+import shutil
 import signal
 import sqlite3
 import subprocess
@@ -13,8 +14,9 @@ import numpy as np
 import pytest
 
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionBusy, CollectionError, NoRoom, OutputRefused
-from runtime.retrieval.collections import bulk_load
+from runtime.retrieval.collections import bulk_load, directory
 from runtime.retrieval.collections.directory import atomic_directory
+from runtime.retrieval.collections.reader import CollectionReader
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
 VECTORS = np.random.default_rng(0).normal(size=(20, 8)).astype(np.float32)
@@ -93,6 +95,52 @@ def test_what_a_build_that_was_killed_has_left_is_removed_by_the_next_one(tmp_pa
     (half / "codes.npy").touch()
     build(out)
     assert os.listdir(out.parent) == ["docs"]
+
+
+def test_what_a_build_that_was_killed_while_it_removed_the_old_collection_has_left_is_removed_by_the_next_one(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def killed(path: Path) -> None:
+        (path / "MANIFEST").unlink()
+        raise KeyboardInterrupt
+
+    build(tmp_path / "docs")
+    with monkeypatch.context() as patched:
+        patched.setattr(shutil, "rmtree", killed)
+        with pytest.raises(KeyboardInterrupt):
+            build(tmp_path / "docs")
+    assert CollectionReader.verify(tmp_path / "docs") == ""
+    build(tmp_path / "docs")
+    assert os.listdir(tmp_path) == ["docs"]
+
+
+def test_a_collection_that_is_replaced_is_at_its_place_at_every_moment(tmp_path: Path) -> None:
+    out = tmp_path / "docs"
+    build(out)
+    watch = "import os, sys\nprint(flush=True)\nwhile os.path.exists(sys.argv[2]):\n    os.stat(sys.argv[1])"
+    (tmp_path / "go").touch()
+    watcher = subprocess.Popen([sys.executable, "-c", watch, out, tmp_path / "go"], stdout=subprocess.PIPE)
+    try:
+        assert watcher.stdout is not None
+        watcher.stdout.readline()
+        for _ in range(30):
+            build(out)
+        (tmp_path / "go").unlink()
+        assert watcher.wait(timeout=60) == 0, "the directory was missing"
+    finally:
+        watcher.kill()
+        watcher.communicate()
+
+
+def test_a_collection_is_replaced_on_a_file_system_that_cannot_exchange_directories(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build(tmp_path / "docs")
+    before = (tmp_path / "docs").stat().st_ino
+    monkeypatch.setattr(directory, "_exchange", lambda *_: False)
+    build(tmp_path / "docs")
+    assert os.listdir(tmp_path) == ["docs"]
+    assert (tmp_path / "docs").stat().st_ino != before
 
 
 def test_a_second_build_of_the_same_directory_is_refused(tmp_path: Path) -> None:

@@ -1,6 +1,7 @@
 """Atomic creation of a collection's directory. Files that Trinity did not write are never deleted."""
 
 import contextlib
+import ctypes
 import os
 import re
 import secrets
@@ -28,6 +29,8 @@ _OWN_FILES = re.compile(
     r"(segment\.json|(documents|keywords|words)\.sqlite|attributes\.msgpack"
     r"|(index(-\d+)?|\.index(-\d+)?\.[0-9a-f]{32})/(meta\.json|[^/]+\.npy))"  # see `gpu.index.storage.save`
 )
+
+_AT_FDCWD, _RENAME_EXCHANGE = -100, 2  # <fcntl.h>, <linux/fs.h>
 
 
 @contextlib.contextmanager
@@ -115,14 +118,16 @@ def _foreign_files(directory: Path) -> list[Path]:
 
 
 def _rename_into_place(building: Path, out: Path) -> None:
-    """Rename into place, private or with the permissions of the directory that is replaced.
-
-    A reader that opens `out` between the two renames fails; open files stay valid."""
-    old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(4)}") if out.exists() else None
-    set_modes(building, stat.S_IMODE(out.stat().st_mode) if old else 0o700)
+    """Rename into place, private or with the permissions of the directory that is replaced. Open files stay valid."""
+    replaced = out.exists()
+    set_modes(building, stat.S_IMODE(out.stat().st_mode) if replaced else 0o700)
+    if replaced and _exchange(building, out):
+        shutil.rmtree(building)  # if this is killed, the next build removes it
+        return
+    old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(4)}") if replaced else None
     try:
         if old is not None:
-            out.rename(old)
+            out.rename(old)  # a reader that opens `out` now fails
         building.rename(out)
     except OSError as error:
         if old is not None and old.exists() and not out.exists():
@@ -130,3 +135,10 @@ def _rename_into_place(building: Path, out: Path) -> None:
         raise CollectionError(f"{out} cannot be put in place: {error.strerror}") from error
     if old is not None:
         shutil.rmtree(old)
+
+
+def _exchange(one: Path, other: Path) -> bool:
+    """Exchange two directories in one step; return whether the file system can do that (NFS cannot)."""
+    renameat2 = getattr(ctypes.CDLL(None), "renameat2", None)  # not every libc has it
+    names = os.fsencode(one), os.fsencode(other)
+    return renameat2 is not None and renameat2(_AT_FDCWD, names[0], _AT_FDCWD, names[1], _RENAME_EXCHANGE) == 0
