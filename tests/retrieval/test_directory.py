@@ -7,6 +7,7 @@ import signal
 import sqlite3
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +17,8 @@ import pytest
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionBusy, CollectionError, NoRoom, OutputRefused
 from runtime.retrieval.collections import bulk_load, directory
 from runtime.retrieval.collections.directory import atomic_directory
+from runtime.retrieval.collections.disk import writing
+from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.reader import CollectionReader
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
 
@@ -141,6 +144,16 @@ def test_a_collection_is_replaced_on_a_file_system_that_cannot_exchange_director
     build(tmp_path / "docs")
     assert os.listdir(tmp_path) == ["docs"]
     assert (tmp_path / "docs").stat().st_ino != before
+
+
+def test_a_build_in_the_place_of_a_collection_that_has_a_writer_is_refused_before_it_reads(tmp_path: Path) -> None:
+    def documents() -> Iterator[Document]:
+        pytest.fail("it reads")
+        yield
+
+    build(tmp_path / "docs")
+    with writing(tmp_path / "docs"), pytest.raises(CollectionBusy, match="docs has a writer already: process"):
+        bulk_load.build(documents(), tmp_path / "docs", vectors=VECTORS, force=True)
 
 
 def test_a_second_build_of_the_same_directory_is_refused(tmp_path: Path) -> None:

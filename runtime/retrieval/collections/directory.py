@@ -38,13 +38,15 @@ def atomic_directory(out: Path, *, replace: bool, locked: bool = False) -> Itera
     """Yield a temporary directory to fill; rename it to `out` if the block succeeds, remove it if the block raises.
 
     replace: delete an existing collection at `out` once the new one is complete, unless another process writes to it
-    then (`CollectionBusy`). locked: the caller holds the writer's lock. Anything else at `out` is refused
+    before or then (`CollectionBusy`). locked: the caller holds the writer's lock. Anything else at `out` is refused
     with `CollectionError` before the block runs. Raises `NoRoom` if the disk, a quota or memory is exhausted.
 
     One build of `out` runs at a time, others are `CollectionBusy`. What a killed one left is removed by the next.
     """
     out = out.absolute()
     _check_output(out, replace)
+    with _lock(out, locked):  # a writer that has it now is told before hours of embedding
+        pass
     building = out.with_name(f".{out.name}.building")
     with storage_errors(f"{building} cannot be made"):
         out.parent.mkdir(parents=True, exist_ok=True)
@@ -52,7 +54,7 @@ def atomic_directory(out: Path, *, replace: bool, locked: bool = False) -> Itera
     try:
         yield building
         _check_output(out, replace)  # again: `out` may have changed since
-        with contextlib.nullcontext() if locked or not out.exists() else writing(out):
+        with _lock(out, locked):
             _rename_into_place(building, out)
     except (OSError, sqlite3.Error, MemoryError) as error:  # mostly a full disk
         free = shutil.disk_usage(out.parent).free
@@ -115,6 +117,11 @@ def _foreign_files(directory: Path) -> list[Path]:
     """Return the files that are not part of a collection."""
     files = (path for path in directory.rglob("*") if path.is_symlink() or not path.is_dir())
     return [path for path in files if not _OWN_FILES.fullmatch(str(path.relative_to(directory)))]
+
+
+def _lock(out: Path, locked: bool) -> contextlib.AbstractContextManager[None]:
+    """Hold the writer's lock of the collection that is replaced, if there is one and it is not `locked` already."""
+    return contextlib.nullcontext() if locked or not out.exists() else writing(out)
 
 
 def _rename_into_place(building: Path, out: Path) -> None:
