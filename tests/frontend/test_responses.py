@@ -175,11 +175,12 @@ def test_tool_choice_none_searches_nothing_and_a_threshold_becomes_a_distance(
 ) -> None:
     client.responses.create(model="tiny", input="say=1", tools=SEARCH, tool_choice="none")
     assert generation(cluster).retrieval is None
-    ranked: Any = SEARCH[0] | {"ranking_options": {"ranker": "auto", "score_threshold": 0.75}}
-    client.responses.create(model="tiny", input="say=1", tools=[ranked])
-    retrieval = generation(cluster).retrieval
-    assert retrieval is not None
-    assert (retrieval.max_distance, retrieval.k, retrieval.quote) == (0.25, 2, True)
+    for threshold, distance in ({"score_threshold": 0.75}, 0.25), ({"score_threshold": -0.25}, 1.25), ({}, 1e30):
+        ranked: Any = SEARCH[0] | {"ranking_options": {"ranker": "auto"} | threshold}
+        client.responses.create(model="tiny", input="say=1", tools=[ranked])
+        retrieval = generation(cluster).retrieval
+        assert retrieval is not None
+        assert (retrieval.max_distance, retrieval.k, retrieval.quote) == (distance, 2, True)
 
 
 def test_the_text_of_a_file_is_a_part_of_its_message_within_the_limit_of_a_prompt(tmp_path: Path) -> None:

@@ -32,6 +32,7 @@ FOUND = {
         Passage("far", "Far", 0.75, "Far away."),
     ],
 }
+FOUND["opposite"] = [Passage("opposite", "", 1.25, "A negative cosine.")]
 FOUND["mixed"] = [Passage("words", "", 0.75, "By words."), Passage("vector", "", 0.25, "By its vector.")]
 HASHING = HashingEmbedder(64)
 
@@ -138,6 +139,16 @@ def test_several_queries_return_each_passage_once_nearest_first(client: openai.O
 def test_results_below_a_threshold_are_left_out(client: openai.OpenAI) -> None:
     page = client.vector_stores.search("docs", query="pay", ranking_options={"ranker": "auto", "score_threshold": 0.5})
     assert [found.file_id for found in page] == ["plain"]
+
+
+@pytest.mark.parametrize(
+    ("threshold", "scores"), [({}, [-0.25]), ({"score_threshold": -0.25}, [-0.25]), ({"score_threshold": 0.0}, [])]
+)
+def test_without_a_threshold_ranking_options_leave_out_nothing(
+    client: openai.OpenAI, threshold: Any, scores: list[float]
+) -> None:
+    page = client.vector_stores.search("docs", query="opposite", ranking_options={"ranker": "none"} | threshold)
+    assert [found.score for found in page] == scores
 
 
 @pytest.mark.parametrize(

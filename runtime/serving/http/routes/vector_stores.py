@@ -72,11 +72,11 @@ class HybridSearch(StrictModel, extra="forbid"):
 
 
 class RankingOptions(StrictModel, extra="forbid"):
-    """Results with a score below `score_threshold` are omitted. `timeout_s`: of the reranking."""
+    """Results with a score below `score_threshold` are omitted, by default none. `timeout_s`: of the reranking."""
 
     ranker: str = "auto"
     timeout_s: float | None = Field(None, gt=0, le=60)
-    score_threshold: float = Field(0.0, ge=-1e9, le=1e9)
+    score_threshold: float = Field(-1e30, ge=-1e9, le=1e9)
     hybrid_search: HybridSearch | None = None
 
     def rerank(self, ranker: Ranker, param: str) -> Rerank | None:
@@ -173,7 +173,7 @@ class StoreRoutes:
             )
         state = next((found.ranking for found in lists if found.ranking != RERANKED), RERANKED)
         scores = _best_scores(lists, metric, reranked=state == RERANKED, by_rank=bool(ranking.hybrid or rerank))
-        threshold = ranking.score_threshold if body.ranking_options and rerank is None else -math.inf
+        threshold = ranking.score_threshold if rerank is None else -math.inf
         kept = [(passage, score) for passage, score in scores[: body.max_num_results] if score >= threshold]
         score_by_id = {passage.id: score for passage, score in kept}
         results = await results_of(self._stores, [passage for passage, _ in kept])
@@ -258,11 +258,9 @@ def score_of(distance: float, metric: str) -> float:
 
 
 def distance_of(score: float, metric: str) -> float:
-    """Return the distance with a score: the inverse of `score_of`. A score of 0 or less excludes nothing."""
-    if score <= 0:
-        return 1e30
+    """Return the distance with a score: the inverse of `score_of`. Of l2 every score is over 0."""
     if metric == "l2":
-        return 1.0 / score - 1.0
+        return 1.0 / score - 1.0 if score > 0 else 1e30
     return 1.0 - score if metric == "cosine" else -score
 
 
