@@ -6,7 +6,7 @@ has a schema instead, so each store maps its names to the columns `string0` …,
 the store, so the same column may mean another name in another store.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from runtime.errors import CollectionError, InvalidFilter, InvalidRequest
@@ -87,13 +87,17 @@ def store_filter(stores: Mapping[str, Columns], wanted: Filter | None = None) ->
     `filename` is the file's name, unless files of the store have an attribute of that name. Raises `InvalidFilter` for
     an order of booleans.
     """
-    if wanted is None:
-        return Comparison(STORE, "eq" if len(stores) == 1 else "in", tuple(sorted(stores)))
-    parts = [
-        both_filters(Comparison(STORE, "eq", (name,)), _translated(columns, wanted)) for name, columns in stores.items()
-    ]
+    names_by_filter: dict[Filter | None, list[str]] = {}  # so that its comparisons do not count once for each store
+    for name, columns in stores.items():
+        translated = None if wanted is None else _translated(columns, wanted)
+        names_by_filter.setdefault(translated, []).append(name)
+    parts = [both_filters(_one_of(names), translated) for translated, names in names_by_filter.items()]
     filters = tuple(part for part in parts if part is not None)
     return filters[0] if len(filters) == 1 else AnyOf(filters)
+
+
+def _one_of(stores: Sequence[str]) -> Comparison:
+    return Comparison(STORE, "eq" if len(stores) == 1 else "in", tuple(sorted(stores)))
 
 
 def _translated(columns: Columns, wanted: Filter) -> Filter:
