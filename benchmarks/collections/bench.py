@@ -33,7 +33,7 @@ from benchmarks.common.machine import machine, machine_load  # noqa: E402
 from benchmarks.common.report import table, write  # noqa: E402
 from gpu import GraphIndex  # noqa: E402
 from runtime.retrieval.collections.bulk_load import create  # noqa: E402
-from runtime.retrieval.collections.search import search, search_segment  # noqa: E402
+from runtime.retrieval.collections.search import search  # noqa: E402
 from runtime.retrieval.collections.validation import UpsertDocument  # noqa: E402
 from runtime.retrieval.collections.writer import CollectionWriter  # noqa: E402
 
@@ -111,7 +111,7 @@ def filtered(base: Array, queries: Array, metric: str, seed: int, place: Path) -
 
 
 def _trinity(index: GraphIndex, allowed: Array, queries: Array, effort: int) -> Array:
-    return search_segment(index, queries, K, effort, 1, allowed)[0]
+    return index.search(queries, K, max(K, effort), allowed=allowed)[0]
 
 
 def replaced(base: Array, queries: Array, metric: str, directory: Path) -> dict[str, float]:

@@ -1,6 +1,7 @@
 """`GraphIndex`: encoded vectors with a fixed-degree graph over them; build, save, load and search."""
 
 import os
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -10,7 +11,7 @@ from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, Progress, ch
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index import rows, storage
 from gpu.index.data import IndexData, bitmap, fastest_bits
-from gpu.params import SearchParams
+from gpu.params import MAX_TOP_M, SearchParams
 
 
 class GraphIndex:
@@ -105,23 +106,30 @@ class GraphIndex:
         patience: int | None = None,
         threads: int = 1,
         allowed: npt.NDArray[np.bool_] | None = None,
-        min_allowed: int = 0,
     ) -> tuple[npt.NDArray[np.int64], npt.NDArray[np.float32]]:
         """Return ids int64 [q, k] and distances float32 [q, k] of the k nearest rows of each query, nearest first.
 
         queries: [q, d]. Missing results have id -1 and distance +inf. For the parameters see `SearchParams`.
-        allowed: bool [N], the rows that may be results. top_m holds rows of both kinds, so a constant recall needs a
-        top_m inversely proportional to the allowed fraction; `exact` scans the allowed rows instead.
-        min_allowed: stop once this many allowed entries precede the next parent in top_m, and scan the allowed rows if
-        too few were found; 0: stop when all of top_m has been expanded.
+        allowed: bool [N], the rows that may be results. Either each of them is compared with the query, or the graph is
+        walked with a top_m that is longer in inverse proportion to their share: see `gpu.cpu.extend.filtered`.
         Raises InvalidVector and InvalidParams.
         """
-        from gpu.cpu.search import search  # imported on first use: compiled code
+        from gpu.cpu.extend import filtered  # imported on first use: compiled code
+        from gpu.cpu.search import search
 
         params = SearchParams(k, top_m, search_width, patience)
         check_within("threads", threads, 1, MAX_THREADS)
-        bits = None if allowed is None else bitmap(allowed, self.size)
-        nodes, distances = search(self.data, queries, params, threads, allowed=bits, min_allowed=min_allowed)
+        if allowed is None:
+            nodes, distances = search(self.data, queries, params, threads)
+            return self.data.ids_of(nodes), distances
+        bits, passing = bitmap(allowed, self.size), np.flatnonzero(allowed)
+        batched = len(np.atleast_1d(queries)) >= filtered.MIN_BATCH
+        scan_rows = filtered.SCAN_ROWS_PER_ENTRY_BATCHED if batched else filtered.SCAN_ROWS_PER_ENTRY
+        longer = int(filtered.filtered_top_m(top_m, len(passing), self.size, MAX_TOP_M, scan_rows))
+        if not longer:
+            return self.exact(queries, k, passing)
+        params = replace(params, top_m=longer)
+        nodes, distances = search(self.data, queries, params, threads, allowed=bits, min_allowed=top_m)
         return self.data.ids_of(nodes), distances
 
     def exact(

@@ -11,10 +11,11 @@ from gpu.build.neighbor_codes import make_codes, rotate_all
 from gpu.compiled import compiled
 from gpu.cpu import fast_scan
 from gpu.cpu.extend.keys import insert_at, insert_by_chunks
+from gpu.cpu.search import search
 from gpu.cpu.simd import KEYS_AT_ONCE
 from gpu.cpu.state import BatchState
 from gpu.errors import InvalidParams
-from gpu.index.data import GROUP, IndexData, block_bytes, make_signs
+from gpu.index.data import GROUP, IndexData, bitmap, block_bytes, make_signs
 from gpu.index.rows import FloatArray, Metric, aligned_empty, checked_vectors, encode, padded
 from tests.gpu.datasets import clustered
 from tests.gpu.reference import Table, raw_distances, rotated, search_reference
@@ -177,7 +178,7 @@ def test_random_codes_cause_no_out_of_bounds_access(tmp_path: Path, random: np.r
     queries, allowed = random.standard_normal((50, 40)), random.random(150) < 0.5
     ids, _ = GraphIndex(data).search(queries, k=10, top_m=32)
     assert ((ids >= -1) & (ids < 150)).all()
-    ids, _ = GraphIndex(data).search(queries, k=30, top_m=32, allowed=allowed, min_allowed=32)
+    ids, _ = search(data, queries, SearchParams(30, 32), 1, allowed=bitmap(allowed, 150), min_allowed=32)
     assert np.isin(ids, [-1, *np.flatnonzero(allowed)]).all()
 
 

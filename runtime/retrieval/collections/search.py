@@ -1,9 +1,6 @@
 """Search over the state of a collection, for vectors and for words.
 
-For vectors, sealed segments are searched by their graphs, growing rows exactly, and the results are merged. Where only
-a share of a segment's rows may be results (because of a filter or deletions), either each of those rows is compared
-with the query, or the graph is walked with a candidate list that is longer in inverse proportion to that share. The
-rule is the engine's: `gpu.cpu.extend.filtered`.
+For vectors, sealed segments are searched by their graphs, growing rows exactly, and the results are merged.
 
 For words, the segments' keyword indexes and that of the growing rows are ranked together. Searches add growing rows to
 theirs, each for a short while: as long as the newer version of a document is not in it, the older one is found.
@@ -17,8 +14,7 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from gpu import GpuError, GraphIndex
-from gpu.params import MAX_TOP_M
+from gpu import GpuError
 from runtime.errors import InvalidRequest, Unavailable
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import Work, check_deadline
@@ -58,7 +54,7 @@ def search(
         parts = []
         for segment, whole, bits in zip(snapshot.segments, snapshot.whole, allowed, strict=False):
             mask = None if whole and filter is None else bits
-            parts.append(search_segment(segment.searchable, queries, k, top_m, search_width, mask, threads, patience))
+            parts.append(segment.searchable.search(queries, k, max(k, top_m), search_width, patience, threads, mask))
         if not parts or (len(growing) and growing.any()):
             parts.append(_search_growing(snapshot.growing, queries, k, growing))
     except GpuError as error:
@@ -72,32 +68,6 @@ def _search_growing(growing: GrowingSegment, queries: NDArray[Any], k: int, allo
     positions, count = np.flatnonzero(allowed), len(allowed)
     nodes, distances = nearest(growing.all_vectors, queries, k, None if len(positions) == count else positions, count)
     return np.where(nodes >= 0, nodes + growing.first, -1), distances
-
-
-def search_segment(
-    index: GraphIndex,
-    queries: NDArray[Any],
-    k: int,
-    top_m: int,
-    search_width: int,
-    allowed: Bits | None,
-    threads: int = 1,
-    patience: int | None = None,
-) -> Neighbors:
-    """Return the k nearest allowed rows of a segment, as `search` does. Raises `GpuError`."""
-    top_m = max(k, top_m)
-    if allowed is None:
-        return index.search(queries, k, top_m, search_width, patience, threads)
-    from gpu.cpu.extend import filtered
-
-    rows, queries = np.flatnonzero(allowed), np.asarray(queries)
-    scan_rows = (
-        filtered.SCAN_ROWS_PER_ENTRY_BATCHED if len(queries) >= filtered.MIN_BATCH else filtered.SCAN_ROWS_PER_ENTRY
-    )
-    longer = int(filtered.filtered_top_m(top_m, len(rows), index.size, MAX_TOP_M, scan_rows))
-    if not longer:
-        return index.exact(queries, k, rows)
-    return index.search(queries, k, longer, search_width, patience, threads, allowed=allowed, min_allowed=top_m)
 
 
 # ---- words
