@@ -131,7 +131,7 @@ def test_searches_of_several_threads_add_each_document_once(harness: KeywordHarn
 
 
 def test_a_search_goes_on_if_another_thread_finds_its_segments_merged_away(harness: KeywordHarness) -> None:
-    during = iter([harness.writer.compact])
+    during: Iterator[Callable[[], None]] = iter(())
 
     def merging() -> float:  # between a search's snapshot and its first use of a segment's file
         for merge in during:
@@ -144,6 +144,8 @@ def test_a_search_goes_on_if_another_thread_finds_its_segments_merged_away(harne
     for name in "ab":
         harness.upsert(name)
         harness.writer.flush()
+    assert documents.was_written
+    during = iter([harness.writer.compact])
     assert harness.find("entry") == ["a", "b"]
     assert not list(during)
 

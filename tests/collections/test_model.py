@@ -128,9 +128,9 @@ class Model(RuleBasedStateMachine):
     @invariant()
     def a_sealed_row_is_of_its_segments_shard(self) -> None:
         for segment in self.writer.state.segments if hasattr(self, "writer") else ():
-            assert {self.writer.state.description.shard_of(one.id) for one in segment.documents()} == {
-                segment.info.shard
-            }
+            assert {
+                self.writer.state.description.shard_of(one.id) for one in segment.find(segment.rows.tolist()).values()
+            } == {segment.info.shard}
 
     @invariant()
     def both_hold_what_the_dictionary_holds(self) -> None:

@@ -17,9 +17,10 @@ from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.collections.description import SegmentInfo
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import Upsert, decode, encode
+from runtime.retrieval.collections.part import RowSet
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.retired_documents import KEPT_S, RetiredDocuments
 from runtime.retrieval.collections.served_documents import (
+    KEPT_S,
     LIMIT_BYTES,
     OBJECTS_BYTES,
     CollectionDocuments,
@@ -139,15 +140,20 @@ def test_a_write_that_is_applied_in_part_is_completed_before_segments_are_replac
         assert contents(reader) == contents(writer)
 
 
-def test_a_segment_s_bitmap_follows_its_deletions(tmp_path: Path) -> None:
-    with new_writer(tmp_path / "notes") as writer:
-        writer.upsert(documents(range(300)))
-        writer.flush()
-        (segment,) = writer.state.segments
-        for names in ([], ["7"], ["8", "64", "299", "0"]):
-            writer.delete(names)
-            assert segment.alive_bits().tolist() == bitmap(segment.alive, 300).tolist()
-            assert segment.count == int(segment.alive.sum()) == writer.state.count
+@pytest.mark.parametrize("size", [0, 1, 64, 300])
+def test_a_set_of_rows_is_a_value_of_one_moment(size: int) -> None:
+    random, mask = np.random.default_rng(size), np.ones(size, bool)
+    rows = RowSet.of(mask)
+    for _ in range(9):
+        before, mask_before = rows, mask.copy()
+        gone, more = random.integers(0, len(mask), 5 if len(mask) else 0), int(random.integers(0, 70))
+        mask[gone] = False
+        mask = np.concatenate([mask, np.ones(more, bool)])
+        rows = rows.without(gone).extended(more)
+        for one, expected in ((rows, mask), (before, mask_before)):
+            assert one.mask.tolist() == one.at(np.arange(len(expected))).tolist() == expected.tolist()
+            assert one.bits.tolist() == bitmap(expected, len(expected)).tolist()
+            assert (one.size, one.count) == (len(expected), int(expected.sum()))
 
 
 def test_filters_are_checked_against_the_documents_of_now(tmp_path: Path) -> None:
@@ -295,16 +301,16 @@ def test_the_same_row_stands_for_a_document_in_two_results_of_a_query(
     assert aligned([old, 0], [old, 1]) == [[old, 0], [old, 1]]
 
 
-def test_documents_that_were_merged_away_are_forgotten_after_a_while() -> None:
-    now = 0.0
-    retired, one, other = RetiredDocuments(lambda: now), Document("a", "", "one"), Document("b", "", "other")
-    retired.add({1: one}.get)
-    now = KEPT_S / 2
-    retired.add({2: other}.get)
-    assert [retired.find(row) for row in (1, 2, 3)] == [one, other, None]
-    now = KEPT_S + 1
-    retired.add({3: one}.get)
-    assert [retired.find(row) for row in (1, 2)] == [None, other]
+def test_documents_that_were_merged_away_are_forgotten_after_a_while(writer: CollectionWriter) -> None:
+    now, rows, expected = 0.0, list[int](), ["text 0", "text 1", "text 2"]
+    with CollectionDocuments(writer.directory, lambda: now) as store:
+        for seed, now in enumerate((0.0, KEPT_S / 2, KEPT_S + 1)):
+            rows.append(put(writer, seed))
+            texts(store, rows[-1])
+            put(writer, 9)
+            writer.flush()
+            expected[0] = None if now > KEPT_S else "text 0"
+            assert [texts(store, row) for row in rows] == [[text] for text in expected[: seed + 1]]
 
 
 def test_logs_of_older_versions_have_fewer_or_more_fields() -> None:

@@ -315,7 +315,7 @@ def test_a_search_keeps_its_snapshot_and_a_delete_hides_at_once(tmp_path: Path) 
         query = vector_of(7)[None]
         assert 7 not in reader.search(query, 40)[0]
         writer.compact()
-        assert [one.id for one in old.documents()][5] == "5"  # removed from the directory, and still open here
+        assert old.find([5])[5].id == "5"  # removed from the directory, and still open here
         assert np.asarray(old.index.search(query, 3)[0]).shape == (1, 3)
         reader.poll()
         assert reader.state.segments[0] is not old

@@ -1,16 +1,15 @@
 """Checksums of files are verified; files of two builds are never opened together."""
 
 import shutil
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import pytest
 
 from runtime.errors import CollectionError
-from runtime.retrieval.collections.description import checksum_file, verify_file
+from runtime.retrieval.collections.description import SegmentInfo, checksum_file, verify_file
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.segment import Segment
+from runtime.retrieval.collections.state import Loaded, State
 from tests.pool.rebuilds import build
 
 
@@ -52,15 +51,15 @@ def test_files_that_are_replaced_while_they_are_opened_are_opened_again(
 ) -> None:
     build(tmp_path / "docs", 1)
     second = build(tmp_path / "next", 2)
-    load = Segment.load
+    open_segments = State.open_segments
 
-    def replacing(*arguments: Any) -> Segment:
+    def replacing(state: State, infos: Sequence[SegmentInfo]) -> Loaded:
         if (tmp_path / "next").exists():
             shutil.rmtree(tmp_path / "docs")
             (tmp_path / "next").rename(tmp_path / "docs")
-        return load(*arguments)
+        return open_segments(state, infos)
 
-    monkeypatch.setattr(Segment, "load", replacing)
+    monkeypatch.setattr(State, "open_segments", replacing)
     with CollectionReader(tmp_path / "docs") as found:
         assert found.identity == second
         assert [one and one.text for one in found.documents([0])] == ["text 0 of generation 2"]
@@ -70,15 +69,15 @@ def test_a_collection_that_is_replaced_at_every_attempt_is_not_opened(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build(tmp_path / "docs", 1)
-    generation, load = 1, Segment.load
+    generation, open_segments = 1, State.open_segments
 
-    def replacing(*arguments: Any) -> Segment:
+    def replacing(state: State, infos: Sequence[SegmentInfo]) -> Loaded:
         nonlocal generation
         generation += 1
-        segment = load(*arguments)
+        opened = open_segments(state, infos)
         build(tmp_path / "docs", generation)
-        return segment
+        return opened
 
-    monkeypatch.setattr(Segment, "load", replacing)
+    monkeypatch.setattr(State, "open_segments", replacing)
     with pytest.raises(CollectionError, match="was replaced by another collection while it was opened"):
         CollectionReader(tmp_path / "docs")

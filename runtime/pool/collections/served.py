@@ -16,10 +16,9 @@ import time
 from collections.abc import Callable, Collection, Iterable, Sequence
 
 import numpy as np
-import numpy.typing as npt
 
 from gpu import Engine, GpuError, GraphIndex
-from gpu.index.data import IndexData, bitmap
+from gpu.index.data import IndexData
 from runtime.errors import CollectionError
 from runtime.pool.collections.log_watch import LogWatch
 from runtime.pool.collections.scopes import (
@@ -29,13 +28,12 @@ from runtime.pool.collections.scopes import (
     Part,
     Parts,
     Scopes,
-    part_of,
 )
-from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.description import Description, SegmentInfo
 from runtime.retrieval.collections.growing_segment import GrowingSegment
+from runtime.retrieval.collections.part import RowSet
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.reader_barrier import ReaderPosition
 from runtime.retrieval.collections.segment import Segment
@@ -70,28 +68,19 @@ def sample_index(description: Description) -> GraphIndex:
     return GraphIndex.build(vectors, metric=metric, degree=degree, dtype=dtype, neighbor_codes=False)  # type: ignore[arg-type]
 
 
-def _padded(alive: Bits, rows: int) -> Bits:
-    """Return bool [rows], of which the first are `alive` and the rest False."""
-    padded = np.zeros(rows, bool)
-    padded[: len(alive)] = alive
-    return padded
-
-
 class _LoadedIndex:
-    """A segment's index in the engine, and the bitmap of its live rows."""
+    """A segment's index in the engine."""
 
     def __init__(self, key: str, number: int, rows: int, source: object) -> None:
         self.key, self.number, self.rows, self.source = key, number, rows, source
-        self.bits: npt.NDArray[np.uint64] = np.empty(0, np.uint64)
-        self.count = rows
-        self.deletions = -1
 
-    def set_alive(self, bits: npt.NDArray[np.uint64], count: int) -> None:
-        """Set the bitmap of the live rows. Queries in the pool keep theirs."""
-        self.bits, self.count = bits, count
-
-    def part(self) -> Part:
-        return Part(self.number, None if self.count == self.rows else self.bits, self.count)
+    def part(self, found: RowSet) -> Part:
+        """Return those of the index's first rows that may be found as a part of a scope."""
+        bits = found.bits
+        if found.size < self.rows:
+            bits = np.zeros(-(-self.rows // 64), np.uint64)
+            bits[: len(found.bits)] = found.bits
+        return Part(self.number, None if found.count == self.rows else bits, found.count)
 
 
 class ServedCollection:
@@ -220,19 +209,15 @@ class ServedCollection:
             loaded = self._segments.pop(number)
             self._unloading[loaded.key] = loaded.number
         self._segments = {number: self._segments[number] for number in current}
-        for segment in state.segments:
-            loaded = self._segments[segment.info.number]
-            if loaded.deletions != segment.deletions:
-                loaded.deletions = segment.deletions
-                if segment.count < segment.size:
-                    loaded.set_alive(segment.alive_bits(), segment.count)
-        sealed = [loaded.part() for loaded in self._segments.values() if loaded.count]
+        sealed = [
+            loaded.part(segment.alive)
+            for loaded, segment in zip(self._segments.values(), state.segments, strict=True)
+            if segment.count
+        ]
         if sealed and not self.reader.was_written:
             return Parts(sealed)
-        growing = self._load_growing(state.growing)
-        alive = _padded(state.growing.alive, growing.rows)
-        growing.set_alive(bitmap(alive, growing.rows), int(np.count_nonzero(alive)))
-        return Parts([*sealed, growing.part()] if growing.count or not sealed else sealed)
+        growing = self._load_growing(state.growing).part(state.growing.alive)
+        return Parts([*sealed, growing] if growing.passing or not sealed else sealed)
 
     def _load_growing(self, growing: GrowingSegment) -> _LoadedIndex:
         """Return the growing segment's index, loading it if its buffers were replaced."""
@@ -258,19 +243,18 @@ class ServedCollection:
         """Evaluate a filter over the collection as it is now, one state of all rows. On any thread."""
         snapshot = self.reader.state.snapshot()
         segments, growing = snapshot.segments, snapshot.growing
-        *allowed, grown = snapshot.passing(condition, work)
-        sealed = [part_of(0, bits) for bits in allowed]
+        *sealed, grown = map(RowSet.of, snapshot.passing(condition, work))
 
         def finish() -> Sequence[Part] | None:
             loaded, index = [self._segments.get(segment.info.number) for segment in segments], self._growing
             if self.reader.state.segments is not segments or self.reader.state.growing is not growing:
                 return None  # rows were sealed or merged meanwhile
-            known = [part._replace(number=one.number) for part, one in zip(sealed, loaded, strict=True) if one]
+            known = [one.part(found) for found, one in zip(sealed, loaded, strict=True) if one]
             if index is None and not growing.size and len(known) == len(loaded) > 0:  # never written to
                 return [part for part in known if part.passing] or known[:1]
             if None in loaded or index is None or index.source is not growing.all_vectors.codes:
                 return None  # the engine has no room for them yet
-            grown_part = part_of(index.number, _padded(grown, index.rows))
+            grown_part = index.part(grown)
             return [part for part in (*known, grown_part) if part.passing] or [grown_part]
 
         return finish

@@ -98,11 +98,9 @@ def by_shape(documents: Iterable[Attributes]) -> dict[object, Attributes]:
     return {tuple([(name, type(value)) for name, value in attributes.items()]): attributes for attributes in documents}
 
 
-def agrees(schema: Schema, documents: Iterable[Attributes]) -> bool:
-    """Return whether valid documents do not extend a schema."""
-    return all(
-        name in schema and holds(schema[name], value) for attributes in documents for name, value in attributes.items()
-    )
+def agrees(schema: Schema, attributes: Attributes) -> bool:
+    """Return whether a valid document does not extend a schema."""
+    return all(name in schema and holds(schema[name], value) for name, value in attributes.items())
 
 
 def extend_schema(schema: Schema, attributes: Attributes) -> dict[str, AttributeType]:

@@ -53,8 +53,8 @@ class Files:
         self._parts: list[tuple[Rows, Sequence[str], NDArray[np.int32]]] = []
         """The rows that are not deleted, names in order, and the number of each row's name, from 1 on; 0: none."""
         for part, alive in zip(snapshot.parts, snapshot.alive, strict=True):
-            names, numbers = part.columns.strings(SOURCE, len(alive))
-            self._parts.append((part.rows[: len(alive)][alive], names, numbers[alive]))
+            names, numbers = part.columns.strings(SOURCE, alive.size)
+            self._parts.append((part.rows[: alive.size][alive.mask], names, numbers[alive.mask]))
 
     def __len__(self) -> int:
         return len(self._names) + len(self._unnamed) + len(self._pending)

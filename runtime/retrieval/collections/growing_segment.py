@@ -14,8 +14,8 @@ from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.schema import Schema
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import Upsert, decode_vectors
-from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
-from runtime.retrieval.keywords.index import Postings
+from runtime.retrieval.collections.part import OnDocument, Part, Rows, RowSet, ignore
+from runtime.retrieval.keywords.index import Postings, Searched
 
 _INITIAL_ROWS = 8192  # untouched pages take no memory
 _PART = 64  # documents that are appended at once, with up to 256 strings in each list: some ms
@@ -28,7 +28,7 @@ class GrowingSegment(Part):
     """
 
     def __init__(self, first: int, dim: int, metric: str) -> None:
-        super().__init__(0, _INITIAL_ROWS)
+        super().__init__(0)
         self.first = first
         self.documents: list[Document] = []
         self.postings, self._adding = Postings(), threading.Lock()
@@ -80,8 +80,7 @@ class GrowingSegment(Part):
         total = self.size + len(operation.ids)
         self._by_id.update(zip(operation.ids, range(self.size, total), strict=True))
         self._replaced.update(zip(operation.successors, operation.replaced, strict=False))
-        self.count += total - self.size
-        self.size = total
+        self.alive = self.alive.extended(len(operation.ids))
 
     def replaced_by(self, rows: Rows, before: int) -> Rows:
         """Return the rows before `before` that some rows replaced, at once or one after the other."""
@@ -108,8 +107,10 @@ class GrowingSegment(Part):
             if not more():
                 break
 
+    def searched(self, visible: Bits) -> Searched:
+        return Searched(self.postings, self.rows, visible[: len(self.postings)])
+
     def document_lookup(self) -> Callable[[int], Document | None]:
-        """Return a lookup of the documents by row that does not keep the vectors in memory."""
         first, documents = self.first, self.documents
         return lambda row: documents[row - first] if 0 <= row - first < len(documents) else None
 
@@ -139,7 +140,7 @@ class GrowingSegment(Part):
             rest._by_id = {document.id: at for at, document in enumerate(rest.documents)}
             rest._replaced = {row: before for row, before in self._replaced.items() if row >= first}
             rest._reserve(len(rest.documents))
-            rest.size = rest.count = len(rest.documents)
+            rest.alive = RowSet.of(np.ones(len(rest.documents), bool))
             rest._matrix[: rest.size] = self._matrix[begin : self.size]
             rest.delete(self.dead_rows())
         return rest
@@ -149,9 +150,7 @@ class GrowingSegment(Part):
         if total > len(self._matrix):
             matrix = self._allocate(max(total, 2 * len(self._matrix)))
             matrix[: self.size] = self._matrix[: self.size]
-            alive = np.ones(len(matrix), bool)
-            alive[: self.size] = self._alive[: self.size]
-            self._matrix, self._alive = matrix, alive  # running searches keep the old arrays
+            self._matrix = matrix  # running searches keep the old one
 
     def _allocate(self, count: int) -> NDArray[np.float32]:
         matrix: NDArray[np.float32] = aligned_empty(*code_shape(count, self._dim, "float32"))

@@ -2,14 +2,17 @@
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
+from gpu.index.data import bitmap
 from runtime.retrieval.attributes.columns import Bits, Columns
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter
 from runtime.retrieval.collections.documents import Document
+from runtime.retrieval.keywords.index import Searched
 
 Rows = NDArray[np.int64]
 OnDocument = Callable[[Document], None]
@@ -19,40 +22,67 @@ def ignore(one: object) -> None:
     """An `OnDocument`, for example, that does nothing."""
 
 
+class RowSet:
+    """A set of the rows of a part, for example of those that are not deleted. Immutable.
+
+    bits: a bitmap (`gpu.index.data.bitmap`). size, count: number of rows of the part, and of those in the set.
+    """
+
+    def __init__(self, bits: NDArray[np.uint64], size: int, count: int) -> None:
+        self.bits, self.size, self.count = bits, size, count
+
+    @classmethod
+    def of(cls, mask: Bits) -> "RowSet":
+        """Return a set from bool [size]."""
+        return cls(bitmap(mask, len(mask)), len(mask), int(np.count_nonzero(mask)))
+
+    @cached_property
+    def mask(self) -> Bits:
+        """Whether each row is in the set, bool [size]. Do not write into it."""
+        bits: Bits = np.unpackbits(self.bits.view(np.uint8), count=self.size, bitorder="little").view(bool)
+        return bits
+
+    def at(self, positions: Rows) -> Bits:
+        """Return whether the rows at some positions are in the set."""
+        there: Bits = (self.bits.view(np.uint8)[positions >> 3] >> (positions & 7) & 1).astype(bool)
+        return there
+
+    def without(self, positions: Rows) -> "RowSet":
+        """Return it without the rows at some positions; itself if none of them is in it."""
+        positions = np.unique(positions[self.at(positions)])
+        if not len(positions):
+            return self
+        bits = self.bits.copy()
+        np.bitwise_and.at(bits.view(np.uint8), positions >> 3, ~(1 << (positions & 7)).astype(np.uint8))
+        return RowSet(bits, self.size, self.count - len(positions))
+
+    def extended(self, more: int) -> "RowSet":
+        """Return the set of a part that has more rows behind, with these."""
+        return RowSet.of(np.concatenate([self.mask, np.ones(more, bool)]))
+
+
 class Part(ABC):
     """Rows at positions from 0 on, with their vectors, documents and attributes. Rows are deleted, never removed.
 
-    size, count: number of rows, and of those that are not deleted. deletions: how often rows were deleted, so that data
-    derived from `alive` can be invalidated.
+    alive: those that are not deleted, as of now.
     """
 
-    def __init__(self, size: int, room: int) -> None:
-        self.size = self.count = size
-        self.deletions = 0
-        self._alive: Bits = np.ones(room, bool)
-        self._alive_is_shared = False
+    def __init__(self, size: int) -> None:
+        self.alive = RowSet.of(np.ones(size, bool))
 
     @property
-    def alive(self) -> Bits:
-        """Whether each row is not deleted, bool [size]. A view."""
-        return self._alive[: self.size]
+    def size(self) -> int:
+        """Number of rows."""
+        return self.alive.size
 
-    def snapshot_alive(self) -> Bits:
-        """Return `alive` as of now; later deletions do not change it. Do not write into it."""
-        self._alive_is_shared = True  # copied by the next deletion
-        return self.alive
+    @property
+    def count(self) -> int:
+        """Number of rows that are not deleted."""
+        return self.alive.count
 
-    def delete(self, rows: Rows) -> Rows:
-        """Mark those of the rows that are in this part as deleted; return the positions of those that were not."""
-        positions = np.unique(self.positions(rows)) if len(rows) else rows
-        positions = positions[self._alive[positions]]
-        if len(positions):
-            if self._alive_is_shared:
-                self._alive, self._alive_is_shared = self._alive.copy(), False
-            self._alive[positions] = False
-            self.count -= len(positions)
-            self.deletions += 1
-        return positions
+    def delete(self, rows: Rows) -> None:
+        """Mark those of the rows that are in this part as deleted."""
+        self.alive = self.alive.without(self.positions(rows))
 
     @property
     @abstractmethod
@@ -73,8 +103,20 @@ class Part(ABC):
         next is read, in any order. Raises `CollectionError`."""
 
     @abstractmethod
+    def document_lookup(self) -> Callable[[int], Document | None]:
+        """Return a lookup of the documents by row that keeps neither the index nor the vectors in memory, if it can."""
+
+    @abstractmethod
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         """Return the rows of those ids that exist here; some may be deleted. Raises `CollectionError`."""
+
+    @abstractmethod
+    def searched(self, visible: Bits) -> Searched | None:
+        """Return the keyword index for a search of the rows that are visible; None for bare vectors. Growing rows that
+        are not in it yet are left out.
+
+        Raises `Unavailable` if it has none, and `CollectionError`.
+        """
 
     # ---- attributes
 
@@ -96,13 +138,13 @@ class Part(ABC):
     def has_alive(self, rows: Rows) -> Bits:
         """Return which of some rows are in this part and not deleted."""
         here, at = self.locate(rows)
-        here[here] = self.alive[at]
+        here[here] = self.alive.at(at)
         return here
 
     def alive_rows(self) -> Rows:
         """Return the rows that are not deleted."""
-        return self.rows[self.alive]
+        return self.rows[self.alive.mask]
 
     def dead_rows(self) -> Rows:
         """Return the deleted rows."""
-        return self.rows[~self.alive] if self.count < self.size else np.empty(0, np.int64)
+        return self.rows[~self.alive.mask] if self.count < self.size else np.empty(0, np.int64)

@@ -42,6 +42,7 @@ from runtime.retrieval.neighbors import Neighbors
 
 _ATTEMPTS = 5
 _NO_END_NS = 1 << 62
+_NOTHING = Manifest(-2, [], 0, 0, 0, {})  # before the first `poll`
 
 
 class CollectionReader:
@@ -77,39 +78,25 @@ class CollectionReader:
         # Strings: joining paths takes longer than a system call.
         self._manifest_paths = os.fspath(directory / MANIFEST), os.fspath(directory / DESCRIPTION)
         self.segments_ready: Callable[[Sequence[Segment]], bool] = lambda segments: True
-        self._parts: Iterator[None] | None = None  # of the records that are applied
-        self._loads_in_background, self._prepare = background, prepare
+        self._loads_in_background = False
         self._loading: tuple[list[SegmentInfo], BackgroundTask[Loaded]] | None = None
         self._loaded: Loaded = {}  # and not installed
-        self._open(shard)
-
-    def _open(self, shard: int | None) -> None:
-        """Open the description, the segments of the current manifest, and its log, and apply this.
-
-        Raises `CollectionError`.
-        """
         for attempt in range(_ATTEMPTS):
-            self._last_stat = self._manifest_stat()
-            self.description = about = read_description(self.directory)
-            opened: list[State | LogFollower] = []
+            self._last_stat: tuple[int, ...] | None = ()
+            self._parts: Iterator[None] | None = None  # of the records that are applied
+            self.description = read_description(directory)
+            self.state = State(directory, self.description, shard, prepare)
+            self.manifest, self.log = _NOTHING, self._follow(_NOTHING)
             try:
-                self.manifest = manifest = read_manifest(self.directory)
-                self.state = State(self.directory, about, manifest, shard, self._prepare)
-                opened.append(self.state)
-                for part in self.state.segments if manifest.generation < 0 else ():
-                    self.state.schema = {**self.state.schema, **part.columns.schema}
-                self.log, self._parts = self._follow(manifest), None
-                opened.append(self.log)
-                self._apply_records()
-                if read_identity(self.directory) != about.identity:  # the files may be of either
-                    raise CollectionError(f"{self.directory} was replaced by another collection while it was opened")
-                return
-            except CollectionError:  # the writer may have installed another manifest in the meantime
-                for segment in opened:
-                    segment.close()
-                same = self._manifest_stat() == self._last_stat and read_identity(self.directory) == about.identity
-                if same or attempt == _ATTEMPTS - 1:
+                self.poll()
+                if read_identity(directory) != self.identity:  # the files may be of either
+                    raise CollectionError(f"{directory} was replaced by another collection while it was opened")
+                break
+            except CollectionError:
+                self.close()
+                if attempt == _ATTEMPTS - 1 or read_identity(directory) == self.identity:
                     raise
+        self._loads_in_background = background
 
     @property
     def identity(self) -> str:
@@ -231,6 +218,8 @@ class CollectionReader:
         if behind:
             self.log.close()
             self.log = follower
+        for segment in self.state.segments if manifest.generation < 0 else ():  # it has no schema
+            self.state.schema = {**self.state.schema, **segment.columns.schema}
         self.manifest = manifest
         return True
 

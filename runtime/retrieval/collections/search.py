@@ -15,14 +15,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu import GpuError
-from runtime.errors import InvalidRequest, Unavailable
+from runtime.errors import InvalidRequest
 from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import Work, check_deadline
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter
 from runtime.retrieval.collections.growing_segment import GrowingSegment
-from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.state import Snapshot, State, vectors_of
-from runtime.retrieval.keywords.index import Searched, search_indexes
+from runtime.retrieval.keywords.index import search_indexes
 from runtime.retrieval.neighbors import Neighbors, merge_neighbors
 
 _ADD_S = 0.25  # how long a search for words adds growing rows to their index
@@ -50,16 +49,16 @@ def search(
         check_filter(filter, state.schema)  # which only grows
     snapshot = state.snapshot()
     *allowed, growing = snapshot.passing(filter, Work())
+    found, top_m = [], max(k, top_m)
     try:
-        parts = []
-        for segment, whole, bits in zip(snapshot.segments, snapshot.whole, allowed, strict=False):
-            mask = None if whole and filter is None else bits
-            parts.append(segment.searchable.search(queries, k, max(k, top_m), search_width, patience, threads, mask))
-        if not parts or (len(growing) and growing.any()):
-            parts.append(_search_growing(snapshot.growing, queries, k, growing))
+        for segment, alive, mask in zip(snapshot.segments, snapshot.alive, allowed, strict=False):
+            some = None if alive.count == alive.size and filter is None else mask
+            found.append(segment.searchable.search(queries, k, top_m, search_width, patience, threads, some))
+        if not found or growing.any():
+            found.append(_search_growing(snapshot.growing, queries, k, growing))
     except GpuError as error:
         raise InvalidRequest(str(error)) from error
-    return parts[0] if len(parts) == 1 else merge_neighbors(parts, k)
+    return found[0] if len(found) == 1 else merge_neighbors(found, k)
 
 
 def _search_growing(growing: GrowingSegment, queries: NDArray[Any], k: int, allowed: Bits) -> Neighbors:
@@ -88,36 +87,26 @@ def search_keywords(
     Raises the errors of `search_indexes`, and `Unavailable` if a segment has no index.
     """
     snapshot, until = state.snapshot(), clock() + _ADD_S
-    snapshot.growing.add_postings(len(snapshot.alive[-1]), lambda: clock() < until)
-    searched = _searched(state, snapshot, filter, Work(partial(check_deadline, deadline_ns)))
-    rows = search_indexes(searched, text, depth, deadline_ns)
+    snapshot.growing.add_postings(snapshot.alive[-1].size, lambda: clock() < until)
+    visible = _visible(snapshot, filter, Work(partial(check_deadline, deadline_ns)))
+    indexes = [part.searched(bits) for part, bits in zip(snapshot.parts, visible, strict=True)]
+    rows = search_indexes([one for one in indexes if one is not None], text, depth, deadline_ns)
     return rows, distances(vectors_of(snapshot.parts, rows, len(vector)), vector, state.description.metric)
 
 
-def _searched(state: State, snapshot: Snapshot, filter: Filter | None, work: Work) -> list[Searched]:
+def _visible(snapshot: Snapshot, filter: Filter | None, work: Work) -> list[Bits]:
+    """Return which rows of each part a search for words may find. Those whose newer versions are not in the index of
+    the growing rows yet remain visible."""
     passing, growing = snapshot.passing(filter, work), snapshot.growing
     count = len(growing.postings)
-    if count < len(passing[-1]):  # the rows whose newer versions are not in the index yet remain visible
+    if count < len(passing[-1]):
         until = growing.first + count
-        rows = growing.replaced_by(until + np.flatnonzero(snapshot.alive[-1][count:]), until)
+        rows = growing.replaced_by(until + np.flatnonzero(snapshot.alive[-1].mask[count:]), until)
         for number, part in enumerate(snapshot.parts):
             at = part.positions(rows)
             at, passing[number] = at[at < len(passing[number])], passing[number].copy()
             passing[number][at] = True if filter is None else part.passing(filter)[at]
-        passing[-1] = passing[-1][:count]
-    searched = []
-    for part, bits in zip(snapshot.parts, passing, strict=True):
-        if isinstance(part, Segment) and part.lacks_keywords:
-            where = state.directory
-            raise Unavailable(f"{where} has a segment without a keyword index: `trinity index compact` makes one")
-        words, rows = part.keywords if isinstance(part, Segment) else growing.postings, part.rows
-        if isinstance(part, Segment) and part.stored > part.size:  # it has the rows of other shards, too
-            visible = np.zeros(part.stored, bool)
-            visible[rows] = bits
-            rows, bits = np.arange(part.stored), visible
-        if words is not None:
-            searched.append(Searched(words, rows, bits))
-    return searched
+    return passing
 
 
 def distances(vectors: NDArray[np.float32], query: NDArray[np.float32], metric: str) -> NDArray[np.float32]:

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable, Iterator, Sequence
 from functools import cached_property, partial
 from pathlib import Path
-from typing import TypeVar
+from typing import NamedTuple, TypeVar
 from weakref import finalize
 
 import msgspec
@@ -23,8 +23,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from gpu import GpuError, GraphIndex
-from gpu.index.data import bitmap
-from runtime.errors import CollectionError
+from runtime.errors import CollectionError, Unavailable
 from runtime.files import open_regular
 from runtime.retrieval.attributes.columns import Bits, Columns, FilterCache
 from runtime.retrieval.attributes.evaluation import Work
@@ -48,7 +47,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.part import OnDocument, Part, Rows, ignore
-from runtime.retrieval.keywords.index import KeywordFile
+from runtime.retrieval.keywords.index import KeywordFile, Searched
 
 CONTENTS, META = "segment.json", f"{INDEX}/meta.json"
 FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, META)
@@ -72,42 +71,38 @@ def index_errors() -> Iterator[None]:
         raise CollectionError(str(error)) from error
 
 
+class File(NamedTuple):
+    """A file of a segment, and the size and checksum that it was built with."""
+
+    path: Path
+    known: FileChecksum
+
+
 def segment_path(directory: Path, info: SegmentInfo) -> Path:
     """Return the folder of a segment's files."""
     return directory / "segments" / str(info.number)
 
 
-def file_path(directory: Path, info: SegmentInfo, description: Description, name: str) -> Path:
-    """Return the path of a segment's file, or of the folder `INDEX`. Raises `CollectionError`."""
-    if is_flat(directory, description):
-        return directory / _flat_name(description, info.shard, name)
-    return directory / f"segments/{info.number}/{name}"
-
-
-def _flat_name(description: Description, shard: int, name: str) -> str:
-    """Return the name of a segment's file in a flat bulk load."""
-    of_shard = description.shards > 1 and name.startswith(INDEX)
-    return f"{INDEX}-{shard}{name.removeprefix(INDEX)}" if of_shard else name
-
-
-def flat_files(directory: Path, description: Description, shard: int) -> dict[str, FileChecksum]:
-    """Return the checksums of a segment's files in a flat bulk load. Raises `CollectionError`."""
-    names = {name: _flat_name(description, shard, name) for name in FILES}
+def flat_files(directory: Path, description: Description, shard: int) -> dict[str, File]:
+    """Return a segment's files in a flat bulk load, by their names in a segment's folder. Raises `CollectionError`."""
+    index = INDEX if description.shards == 1 else f"{INDEX}-{shard}"
+    names = {name: name.replace(INDEX, index, 1) if name == META else name for name in FILES}
     if names[META] not in description.files:
         raise CollectionError(f"{directory} is damaged: its description does not list {names[META]}")
-    return {name: description.files[flat] for name, flat in names.items() if flat in description.files}
+    known = description.files
+    return {name: File(directory / flat, known[flat]) for name, flat in names.items() if flat in known}
 
 
-def files_of(directory: Path, info: SegmentInfo, description: Description) -> dict[str, FileChecksum]:
-    """Return the checksums of a segment's files, which exist and have the right sizes; one is its index's `meta.json`.
-
-    Raises `CollectionError`.
-    """
+def files_of(directory: Path, info: SegmentInfo, description: Description) -> dict[str, File]:
+    """Return a segment's files, which exist and have the right sizes, by their names in its folder; one is its index's
+    `meta.json`. Raises `CollectionError`."""
     if is_flat(directory, description):
         files = flat_files(directory, description, info.shard)
     else:
-        files = _read_contents(segment_path(directory, info) / CONTENTS, info).files
-    check_sizes({file_path(directory, info, description, name): checksum for name, checksum in files.items()})
+        folder = segment_path(directory, info)
+        contents = _read_contents(folder / CONTENTS, info)
+        files = {name: File(folder / name, known) for name, known in contents.files.items()}
+    check_sizes({file.path: file.known for file in files.values()})
     return files
 
 
@@ -124,66 +119,49 @@ def _read_contents(path: Path, info: SegmentInfo) -> Contents:
 class Segment(Part):
     """An open segment. Its rows ascend, except in a bulk load of vectors with ids.
 
-    `files`: the checksums of its files, by their paths within its folder; `verified_bytes`: how much of them `verify`
-    has read, None before it was called. Attributes are read when they are first used.
+    `files`: by their names within its folder, as they were when it was opened; `verified_bytes`: how much of them
+    `verify` has read, None before it was called. Attributes are read when they are first used.
     `store`: None for a segment of bare vectors: the document of row 7 is an empty one with the id "7".
     `stored`: the rows of its documents, attributes and keyword index; more than `size` if shards share these.
     """
 
-    def __init__(
-        self,
-        info: SegmentInfo,
-        path_of: Callable[[str], Path],
-        index: GraphIndex,
-        store: DocumentStore | None,
-        files: dict[str, FileChecksum],
-        stored: int,
-    ) -> None:
-        """Use `load`."""
-        super().__init__(index.size, index.size)
-        self.info, self._path_of, self.index, self.files, self.stored = info, path_of, index, files, stored
-        self.verified_bytes: int | None = None
-        self._bits: NDArray[np.uint64] | None = None  # `alive`, once it was asked for
-        self.store = store
-        self._columns: Columns | None = None
-        self._keywords: KeywordFile | None = None
-        self._lock = threading.Lock()
-        self._attributes = open_regular(path_of(ATTRIBUTES)) if ATTRIBUTES in files else -1
-        self._close_attributes = finalize(self, _close, self._attributes)
+    def __init__(self, directory: Path, info: SegmentInfo, description: Description) -> None:
+        """Open a segment of the collection at `directory`. Its graph is not checked: see `searchable`.
 
-    @classmethod
-    def load(cls, directory: Path, info: SegmentInfo, description: Description) -> "Segment":
-        """Open a segment of the collection at `directory`.
-
-        Its graph is not checked: see `searchable`. Raises `CollectionError`.
+        Raises `CollectionError`.
         """
-        files, path_of = files_of(directory, info, description), partial(file_path, directory, info, description)
-        verify_file(path_of(META), files[META])
-        folder = path_of(INDEX)
+        self._directory, self.info, self.files = directory, info, files_of(directory, info, description)
+        verify_file(*self.files[META])
+        folder = self.files[META].path.parent
         with index_errors():
-            index = GraphIndex.load(folder)
-            arrays = {f"{INDEX}/{name}": FileChecksum(*checksum) for name, checksum in index.files().items()}
+            self.index = index = GraphIndex.load(folder)
+            arrays = index.files().items()
+        super().__init__(index.size)
         ids, shards = index.data.ids, description.shards
         sound = index.size == info.size and (ids is None or int(ids.min()) >= 0)
-        part, stored = (0, 1), index.size
-        if shards > 1 and DOCUMENTS in files and files[DOCUMENTS] == description.files.get(DOCUMENTS):
-            part, stored = (info.shard, shards), description.size  # the shards share it
-            sound &= ids is not None and np.array_equal(ids, np.arange(info.shard, stored, shards))
+        part, self.stored = (0, 1), index.size
+        documents = self.files.get(DOCUMENTS)
+        if shards > 1 and documents and documents.known == description.files.get(DOCUMENTS):
+            part, self.stored = (info.shard, shards), description.size  # the shards share it
+            sound &= ids is not None and np.array_equal(ids, np.arange(info.shard, self.stored, shards))
         if not sound:
             raise CollectionError(f"{folder} is damaged: its ids are not the rows of {info.size} documents")
         if (index.dim, index.metric) != (description.dim, description.metric):
             raise CollectionError(f"{folder} is not an index of this collection")
-        store = DocumentStore(path_of(DOCUMENTS), part) if DOCUMENTS in files else None
+        self.store = DocumentStore(documents.path, part) if documents else None
         last = index.size - 1 if ids is None else int(ids[-1])
-        try:
-            if store is not None and store.last_row != last:
-                raise CollectionError(f"{store.path} is damaged: its last row is {store.last_row}, not {last}")
+        if self.store is not None and self.store.last_row != last:
+            raise CollectionError(f"{self.store.path} is damaged: its last row is {self.store.last_row}, not {last}")
+        self._attributes = -1  # the file, open until it was read
+        if ATTRIBUTES in self.files:
             with storage_errors("the attributes of a segment cannot be read"):
-                return cls(info, path_of, index, store, {**files, **arrays}, stored)
-        except CollectionError:
-            if store is not None:
-                store.close()
-            raise
+                self._attributes = open_regular(self.files[ATTRIBUTES].path)
+        self._close_attributes = finalize(self, _close, self._attributes)
+        self.files |= {f"{INDEX}/{name}": File(folder / name, FileChecksum(*known)) for name, known in arrays}
+        self.verified_bytes: int | None = None
+        self._columns: Columns | None = None
+        self._keywords: KeywordFile | None = None
+        self._lock = threading.Lock()
 
     @cached_property
     def searchable(self) -> GraphIndex:
@@ -202,7 +180,7 @@ class Segment(Part):
     def file_bytes(self, name: str = "") -> int:
         """Return the size of the files whose paths begin with a name, or its part of one that shards share; "": of all
         that `verify` reads."""
-        size = sum(known.bytes for one, known in self.files.items() if one.startswith(name))
+        size = sum(file.known.bytes for one, file in self.files.items() if one.startswith(name))
         return size * self.size // self.stored if name in (DOCUMENTS, KEYWORDS) else size
 
     def verify(self, throttle: Throttle = unthrottled) -> None:
@@ -213,18 +191,18 @@ class Segment(Part):
             self.verified_bytes = (self.verified_bytes or 0) + read_bytes
             throttle(read_bytes)
 
-        for name, known in self.files.items():
-            self._read(name, partial(verify_file, known=known, throttle=counted))
+        for name, file in self.files.items():
+            self._read(name, partial(verify_file, known=file.known, throttle=counted))
 
     def _read(self, name: str, read: Callable[[Path], _T]) -> _T:
-        """Return what `read` returns of a file, once more if the collection was converted meanwhile."""
-        path = self._path_of(name)
+        """Return what `read` returns of a file, which has moved if the collection was converted meanwhile."""
+        path, moved = self.files[name].path, segment_path(self._directory, self.info) / name
         try:
             return read(path)
         except CollectionError:
-            if self._path_of(name) == path:
+            if moved == path or not moved.exists():
                 raise
-            return read(self._path_of(name))
+        return read(moved)
 
     # ---- rows
 
@@ -248,19 +226,6 @@ class Segment(Part):
         here, places = locate_rows(self.rows[self._order], rows)
         return here, self._order[places]
 
-    def delete(self, rows: Rows) -> Rows:
-        positions = super().delete(rows)
-        if self._bits is not None:
-            places, bits = np.divmod(positions.astype(np.uint64), np.uint64(64))
-            np.bitwise_and.at(self._bits, places, ~(np.uint64(1) << bits))
-        return positions
-
-    def alive_bits(self) -> NDArray[np.uint64]:
-        """Return a copy of `alive` as a bitmap (`gpu.index.data.bitmap`): much cheaper than to pack it again."""
-        if self._bits is None:
-            self._bits = bitmap(self._alive, self.size)
-        return self._bits.copy()
-
     def vectors(self, positions: Rows) -> NDArray[np.float32]:
         return self.index.vectors(positions)
 
@@ -282,6 +247,19 @@ class Segment(Part):
                 self._keywords = self._read(KEYWORDS, partial(KeywordFile, size=self.stored))
             return self._keywords
 
+    def searched(self, visible: Bits) -> Searched | None:
+        if self.lacks_keywords:
+            raise Unavailable(
+                f"{self._directory} has a segment without a keyword index: `trinity index compact` makes one"
+            )
+        if self.keywords is None:
+            return None
+        if self.stored == self.size:
+            return Searched(self.keywords, self.rows, visible)
+        of_all = np.zeros(self.stored, bool)  # it has the rows of other shards, too
+        of_all[self.rows] = visible
+        return Searched(self.keywords, np.arange(self.stored), of_all)
+
     def find(self, rows: Sequence[int], on_read: OnDocument = ignore) -> dict[int, Document]:
         wanted = np.array(rows, np.int64)
         here = wanted[self.locate(wanted)[0]].tolist()
@@ -290,15 +268,8 @@ class Segment(Part):
         return {row: Document(str(row), "", "", row=row) for row in here}
 
     def document_lookup(self) -> Callable[[int], Document | None]:
-        """Return a lookup of the documents by row that does not keep the index in memory, if it can."""
         find = self.find if self.store is None else self.store.find
         return lambda row: find([row]).get(row)
-
-    def documents(self) -> Iterator[Document]:
-        """Yield all documents, by row, deleted ones included. Raises `CollectionError`."""
-        if self.store is not None:
-            return self.store.all()
-        return (Document(str(row), "", "", row=row) for row in np.sort(self.rows).tolist())
 
     def rows_of(self, ids: Sequence[str]) -> dict[str, int]:
         if self.store is not None:
@@ -319,9 +290,9 @@ class Segment(Part):
     def _read_columns(self) -> Columns:
         if self._attributes < 0:
             return Columns.empty(self.size)
-        path, known, content = self._path_of(ATTRIBUTES), self.files[ATTRIBUTES], b""
-        while part := os.pread(self._attributes, known.bytes + 1 - len(content), len(content)):
-            content += part
+        path, known = self.files[ATTRIBUTES]
+        with open(self._attributes, "rb", closefd=False) as file:
+            content = file.read(known.bytes + 1)
         if checksum_of(content) != known:
             raise CollectionError(f"{path} is damaged: its checksum is not the one it was built with")
         columns = Columns.decode(content)

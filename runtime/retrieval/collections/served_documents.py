@@ -3,7 +3,9 @@
 import os
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Container, Iterable, Sequence
+from itertools import compress
 from pathlib import Path
 
 import msgspec
@@ -15,13 +17,15 @@ from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.collections.description import DESCRIPTION, DOCUMENTS
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.files import Files
+from runtime.retrieval.collections.part import OnDocument, Part, ignore
 from runtime.retrieval.collections.reader import CollectionReader
-from runtime.retrieval.collections.retired_documents import RetiredDocuments
 from runtime.retrieval.collections.search import search_keywords
 from runtime.retrieval.embedding.embedder import embedder_name
 from runtime.retrieval.neighbors import Neighbors
 from runtime.retrieval.passages import size_of
 
+KEPT_S = 60.0
+"""How long documents stay readable after they were merged away: longer than a pool may stall before it is killed."""
 LIMIT_BYTES = 16 << 20
 OBJECTS_BYTES = 600  # of a document besides its texts; those of bare vectors have nearly none
 
@@ -66,15 +70,18 @@ class RecentDocuments:
 class CollectionDocuments(CollectionReader):
     """Documents by row, of the present state: a row that a pool just found may be deleted.
 
-    Of a document that was replaced a moment ago, a pool finds the old row or the new one, and either has a text here.
+    A pool applies a write some milliseconds before or after this process. Of a document that was replaced a moment ago,
+    it finds the old row or the new one, and either has a text here, even if the old one was merged away since.
     Thread-safe.
     """
 
     def __init__(self, directory: Path, clock: Callable[[], float] = time.monotonic) -> None:
-        """Open the collection; `clock` of keyword searches, which wait for new documents. Raises `CollectionError`."""
+        """Open the collection; `clock`: of keyword searches, which wait for new documents, and of documents that are
+        kept. Raises `CollectionError`."""
         self._created_at = _made_at(directory)
         super().__init__(directory, prepare=lambda segment: segment.keywords)
-        self.state.retired = RetiredDocuments()
+        self._retired: deque[tuple[float, Callable[[int], Document | None]]] = deque()
+        self.state.dropped = self._retire
         self._lock, self._recent = threading.Lock(), RecentDocuments()
         self._current_ns = 0  # when the files were looked at last, and had nothing new
         self._counting, self._counted = threading.Lock(), (object(), 0)  # what was counted last, and its files
@@ -107,19 +114,52 @@ class CollectionDocuments(CollectionReader):
             self.poll()
             check_filter(filter, self.state.schema)
 
-    def get(
-        self, rows: Sequence[int], on_read: Callable[[Document], None] = lambda document: None
-    ) -> list[Document | None]:
+    def get(self, rows: Sequence[int], on_read: OnDocument = ignore) -> list[Document | None]:
         """Return the documents of these rows, in order; None for a deleted one, and for an older version of another.
 
         `on_read` is called with each that is read, before the next. Raises `CollectionError`.
         """
         with self._lock:
             self.poll()
-            documents = self.state.documents(rows, on_read)
+            documents = self._read(rows, on_read)
             self._recent.add((row, one) for row, one in zip(rows, documents, strict=True) if one is not None)
-            newest = self.state.newest(rows)
+            newest = self._newest(rows)
             return [one if newest[row] == row else None for row, one in zip(rows, documents, strict=True)]
+
+    def _retire(self, part: Part) -> None:
+        """Keep the documents of a part that was sealed or merged away, for a while."""
+        self._retired.append((self._clock(), part.document_lookup()))
+        while self._retired[0][0] < self._clock() - KEPT_S:
+            self._retired.popleft()
+
+    def _read(self, rows: Sequence[int], on_read: OnDocument = ignore) -> list[Document | None]:
+        """Return the documents of rows; None for a row that was merged away long ago."""
+        documents = self.state.documents(rows, on_read)
+        for at in [at for at, document in enumerate(documents) if document is None]:
+            found = (document for _, lookup in self._retired if (document := lookup(rows[at])) is not None)
+            if (retired := next(found, None)) is not None:
+                documents[at] = retired
+                on_read(retired)
+        return documents
+
+    def _newest(self, rows: Sequence[int]) -> dict[int, int | None]:
+        """Return for each row the newest of these rows that has a version of its document; None if the document is
+        deleted, or the row unknown.
+
+        A document that was deleted and made again is another one, while its first row is among the growing ones.
+        """
+        deleted = self.state.deleted(rows)
+        if not any(deleted):
+            return {row: row for row in rows}
+        dead = list(compress(rows, deleted))
+        ids = {row: one.id for row, one in zip(dead, self._read(dead), strict=True) if one is not None}
+        living, versions = self.state.rows_of([*ids.values()]), dict[int, int | None]()
+        for row, is_dead in zip(rows, deleted, strict=True):
+            version = living.get(ids.get(row, "")) if is_dead else row
+            replaces = version is not None and self.state.growing.may_replace(version, row)
+            versions[row] = version if replaces else None
+        row_of = {version: row for row, version in sorted(versions.items())}
+        return {row: None if version is None else row_of[version] for row, version in versions.items()}
 
     def get_known(
         self, rows: Sequence[int], since_ns: int = 1, now_ns: int = 0
@@ -136,24 +176,15 @@ class CollectionDocuments(CollectionReader):
                 if not self.current:
                     return None
                 self._current_ns = now_ns
-            return self._known(rows)
+            recent, sequence = self._recent.find(rows), self.state.sequence
+            unsure = [row for row, one in recent.items() if one.shown_at != sequence]
+            if len(recent) < len(rows) or (unsure and any(self.state.deleted(unsure))):
+                return None
+            for row in unsure:
+                recent[row].shown_at = sequence
+            return [one.document for one in recent.values()], sum([one.size for one in recent.values()])
         finally:
             self._lock.release()
-
-    def _known(self, rows: Sequence[int]) -> tuple[Sequence[Document], int] | None:
-        recent, sequence = self._recent.find(rows), self.state.sequence
-        if len(recent) < len(rows):
-            return None
-        size, unsure = 0, False
-        for one in recent.values():
-            size += one.size
-            unsure |= one.shown_at != sequence
-        if unsure:
-            if any(self.state.deleted(rows)):
-                return None
-            for one in recent.values():
-                one.shown_at = sequence
-        return [one.document for one in recent.values()], size
 
     def file_count(self, hidden: Collection[str] = ()) -> int:
         """Return the number of files that are not hidden, of the present state. Raises `CollectionError`."""
@@ -178,7 +209,7 @@ class CollectionDocuments(CollectionReader):
         rows = [row for row in {*one[0].tolist(), *other[0].tolist()} if row >= 0]
         with self._lock:
             self.poll()
-            newest = self.state.newest(rows)
+            newest = self._newest(rows)
         first, second = (
             np.array([row if (at := newest.get(row)) is None else at for row in ids.tolist()], np.int64)
             for ids in (one[0], other[0])

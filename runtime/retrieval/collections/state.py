@@ -4,7 +4,7 @@ The writer and every reader hold a `State` each, and apply the same log records 
 """
 
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from itertools import compress
 from pathlib import Path
 from typing import NamedTuple
@@ -21,8 +21,7 @@ from runtime.retrieval.collections.description import Description, Manifest, Seg
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.growing_segment import GrowingSegment
 from runtime.retrieval.collections.log import Delete, Operation, Upsert
-from runtime.retrieval.collections.part import Part, Rows, ignore
-from runtime.retrieval.collections.retired_documents import RetiredDocuments
+from runtime.retrieval.collections.part import OnDocument, Part, Rows, RowSet, ignore
 from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.passages import Attributes
 
@@ -34,36 +33,33 @@ class State:
     """Segments, growing rows and schema. `lock` is held during changes. `sequence`: of the next record to apply.
 
     With a `shard`, it contains only the segments of that shard, and marks the growing rows of other shards as deleted.
-    `schema`: the attributes and their types; it only grows. `retired`: if set, the documents of rows that are merged
-    away stay readable for a while.
+    `schema`: the attributes and their types; it only grows. `dropped`: called with parts that were sealed or merged
+    away.
     """
 
     def __init__(
         self,
         directory: Path,
         description: Description,
-        manifest: Manifest,
         shard: int | None = None,
         prepare: Callable[[Segment], object] = ignore,
     ) -> None:
-        """Open the segments of a manifest. prepare: called with each segment that is opened, for what its user needs.
-
-        Raises `CollectionError`.
-        """
-        self.retired: RetiredDocuments | None = None
+        """Begin without rows. prepare: called with each segment that is opened, for what its user needs."""
         self._prepare = prepare
+        self.dropped: Callable[[Part], object] = ignore
         self.directory, self.description, self.shard = directory, description, shard
         self.lock = threading.RLock()
         self.segments: tuple[Segment, ...] = ()
-        self.growing = GrowingSegment(manifest.next_row, description.dim, description.metric)
+        self.growing = GrowingSegment(0, description.dim, description.metric)
         self.schema: Schema = dict(description.declared)
         self.sequence = 0
-        self.advance(manifest, self.open_segments(self.missing(manifest)))
 
     @property
     def parts(self) -> tuple[Part, ...]:
         """The segments, and the growing rows last."""
         return *self.segments, self.growing
+
+    # ---- changes
 
     def apply(self, operations: Sequence[Operation]) -> None:
         """Apply the operations of the next record. Raises `CollectionError` if they are inconsistent."""
@@ -76,33 +72,33 @@ class State:
         for operation in operations:
             if isinstance(operation, Delete):
                 with self.lock:
-                    self.delete(np.array(operation.rows, np.int64))
+                    self._delete(operation.rows)
                 continue
             shapes: dict[object, Attributes] = {}
             for begin in range(0, len(operation.attributes), _SHAPES_AT_ONCE):
                 shapes |= by_shape(operation.attributes[begin : begin + _SHAPES_AT_ONCE])
                 yield
             with self.lock:
-                if not agrees(self.schema, shapes.values()):
-                    self.schema = extended_schema(self.schema, shapes.values())
+                for attributes in shapes.values():
+                    if not agrees(self.schema, attributes):
+                        self.schema = extend_schema(self.schema, attributes)
             yield from self.growing.prepare(operation, self.schema)
             with self.lock:
                 self.growing.append(operation)
-                self._hide_others(operation)
-                self.delete(np.array(operation.replaced, np.int64))
+                self._delete([*self._rows_of_other_shards(operation), *operation.replaced])
         with self.lock:
             self.sequence += 1
 
-    def delete(self, rows: Rows) -> None:
-        """Mark rows as deleted."""
-        for part in self.parts if len(rows) else ():
-            part.delete(rows)
+    def _delete(self, rows: Sequence[int]) -> None:
+        wanted = np.array(rows, np.int64)
+        for part in self.parts if rows else ():
+            part.delete(wanted)
 
-    def _hide_others(self, operation: Upsert) -> None:
-        """Mark the new rows of other shards as deleted."""
-        if self.shard is not None and self.description.shards > 1:
-            shards = np.array([self.description.shard_of(name) for name in operation.ids])
-            self.growing.delete(operation.first + np.flatnonzero(shards != self.shard))
+    def _rows_of_other_shards(self, operation: Upsert) -> list[int]:
+        if self.shard is None or self.description.shards == 1:
+            return []
+        rows = enumerate(operation.ids, operation.first)
+        return [row for row, name in rows if self.description.shard_of(name) != self.shard]
 
     def missing(self, manifest: Manifest) -> list[SegmentInfo]:
         """Return the segments of a manifest that are not open."""
@@ -114,7 +110,7 @@ class State:
         fresh: Loaded = {}
         try:
             for info in infos:
-                fresh[info] = Segment.load(self.directory, info, self.description)
+                fresh[info] = Segment(self.directory, info, self.description)
                 self._prepare(fresh[info])
         except CollectionError:
             close(list(fresh.values()))
@@ -126,35 +122,33 @@ class State:
 
         Raises `CollectionError`, with nothing changed.
         """
-        opened = {segment.info: segment for segment in self.segments} | fresh
-        segments = [opened.pop(info) for info in manifest.segments if info in opened]
         dead = read_tombstones(self.directory, manifest)
         with self.lock:
+            before, segments = self.parts, self._segments_of(manifest, fresh)
             dead = np.concatenate([dead, self.dead_rows()])
             for segment in segments:
                 segment.delete(dead)
-            before = self.growing
             self.schema = {**self.schema, **manifest.schema}
-            self.growing = before.tail(manifest.next_row, self.schema)
-            if self.retired is not None:
-                for segment in opened.values():
-                    self.retired.add(segment.document_lookup())
-                if before is not self.growing:
-                    self.retired.add(before.document_lookup())
+            self.growing = self.growing.tail(manifest.next_row, self.schema)
             self.segments = tuple(segments)
             self.sequence = max(self.sequence, manifest.sequence)
+            for part in before:
+                if part not in self.parts:
+                    self.dropped(part)
 
-    def dead_rows(self) -> Rows:
-        """Return the deleted rows, int64."""
-        with self.lock:
-            return np.concatenate([part.dead_rows() for part in self.parts])
+    def _segments_of(self, manifest: Manifest, fresh: Loaded) -> list[Segment]:
+        opened = {segment.info: segment for segment in self.segments} | fresh
+        return [opened[info] for info in manifest.segments if info in opened]
 
     def dead_rows_in(self, manifest: Manifest, fresh: Loaded) -> Rows:
         """Return the deleted rows of a manifest's segments; `fresh` are those that are not installed yet."""
-        known, dead = {segment.info: segment for segment in self.segments}, self.dead_rows()
-        installed = [known[info].dead_rows() for info in manifest.segments if info in known]
-        fresh_dead = (np.intersect1d(segment.rows, dead) for segment in fresh.values())
-        return np.concatenate([np.empty(0, np.int64), *installed, *fresh_dead])
+        dead = self.dead_rows()
+        for segment in fresh.values():
+            segment.delete(dead)
+        rows = (segment.dead_rows() for segment in self._segments_of(manifest, fresh))
+        return np.concatenate([np.empty(0, np.int64), *rows])
+
+    # ---- rows
 
     @property
     def count(self) -> int:
@@ -171,6 +165,11 @@ class State:
         with self.lock:
             return np.concatenate([part.alive_rows() for part in self.parts])
 
+    def dead_rows(self) -> Rows:
+        """Return the deleted rows, int64."""
+        with self.lock:
+            return np.concatenate([part.dead_rows() for part in self.parts])
+
     def vectors(self, rows: Rows) -> NDArray[np.float32]:
         """Return the vectors of existing rows, float32 [n, d], as upserted except for rounding."""
         with self.lock:
@@ -186,75 +185,6 @@ class State:
                 row_by_id |= dict(compress(here.items(), alive))
         return {name: row_by_id[name] for name in ids if name in row_by_id}
 
-    def snapshot(self) -> "Snapshot":
-        """Return one state of all rows. Evaluate filters over it, not under the lock, which others need."""
-        with self.lock:
-            parts = self.parts
-            alive = [part.snapshot_alive() for part in parts]
-            return Snapshot(self.segments, self.growing, alive, [part.count == part.size for part in parts])
-
-    def rows_passing(self, filter: Filter, work: Work | None = None) -> Rows:
-        """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
-        check_filter(filter, self.schema)
-        snapshot = self.snapshot()
-        passing = zip(snapshot.parts, snapshot.passing(filter, work or Work()), strict=True)
-        return np.concatenate([part.rows[: len(bits)][bits] for part, bits in passing])
-
-    def held_by(self, owner: AttributeBinding, rows: Rows) -> Bits:
-        """Return which of some rows an owner may replace and delete: see `AttributeBinding`. Bool [rows]."""
-        with self.lock:
-            held = np.zeros(len(rows), bool)
-            for part in self.parts:
-                here, at = part.locate(rows)
-                held[here] = part.columns.held_by(owner, at)
-        return held
-
-    def documents(
-        self, rows: Sequence[int], on_read: Callable[[Document], None] = lambda document: None
-    ) -> list[Document | None]:
-        """Return the documents of rows; None for a row that is not here, for example because it was merged away.
-
-        `on_read` is called with each before the next is read, in any order.
-        """
-        with self.lock:
-            parts = self.parts
-        by_row: dict[int, Document] = {}
-        for part in parts:
-            by_row |= part.find([row for row in rows if row not in by_row], on_read)
-        for row in rows:
-            if row not in by_row and (document_then := self._retired_document(row)) is not None:
-                by_row[row] = document_then
-                on_read(document_then)
-        return [by_row.get(row) for row in rows]
-
-    def _retired_document(self, row: int) -> Document | None:
-        if self.retired is None:
-            return None
-        with self.lock:
-            return self.retired.find(row)
-
-    def newest(self, rows: Sequence[int]) -> dict[int, int | None]:
-        """Return for each row the newest of these rows that has a version of its document; None if the document is
-        deleted, or the row unknown.
-
-        A document that was deleted and made again is another one, while its first row is among the growing ones.
-        """
-        deleted = self.deleted(rows)
-        if not any(deleted):
-            return {row: row for row in rows}
-        dead = list(compress(rows, deleted))
-        ids = {row: one.id for row, one in zip(dead, self.documents(dead), strict=True) if one is not None}
-        living = self.rows_of([*ids.values()])
-        with self.lock:
-            replaced_by = {
-                row: living[name]
-                for row, name in ids.items()
-                if name in living and self.growing.may_replace(living[name], row)
-            }
-        versions = {row: replaced_by.get(row) if is_dead else row for row, is_dead in zip(rows, deleted, strict=True)}
-        row_of = {version: row for row, version in sorted(versions.items())}
-        return {row: None if version is None else row_of[version] for row, version in versions.items()}
-
     def deleted(self, rows: Sequence[int]) -> list[bool]:
         """Return whether each row is deleted or unknown."""
         wanted = np.array(rows, np.int64)
@@ -267,20 +197,49 @@ class State:
                 alive |= part.has_alive(wanted)
         return [not one for one in alive.tolist()]
 
+    def held_by(self, owner: AttributeBinding, rows: Rows) -> Bits:
+        """Return which of some rows an owner may replace and delete: see `AttributeBinding`. Bool [rows]."""
+        with self.lock:
+            held = np.zeros(len(rows), bool)
+            for part in self.parts:
+                here, at = part.locate(rows)
+                held[here] = part.columns.held_by(owner, at)
+        return held
+
+    def documents(self, rows: Sequence[int], on_read: OnDocument = ignore) -> list[Document | None]:
+        """Return the documents of rows; None for a row that is not here, for example because it was merged away.
+
+        `on_read` is called with each before the next is read, in any order.
+        """
+        with self.lock:
+            parts = self.parts
+        by_row: dict[int, Document] = {}
+        for part in parts:
+            by_row |= part.find([row for row in rows if row not in by_row], on_read)
+        return [by_row.get(row) for row in rows]
+
+    def snapshot(self) -> "Snapshot":
+        """Return one state of all rows. Evaluate filters over it, not under the lock, which others need."""
+        with self.lock:
+            return Snapshot(self.segments, self.growing, [part.alive for part in self.parts])
+
+    def rows_passing(self, filter: Filter) -> Rows:
+        """Return the rows that are not deleted and pass a filter, int64. Raises `InvalidFilter`."""
+        check_filter(filter, self.schema)
+        snapshot = self.snapshot()
+        passing = zip(snapshot.parts, snapshot.passing(filter, Work()), strict=True)
+        return np.concatenate([part.rows[: len(bits)][bits] for part, bits in passing])
+
     def close(self) -> None:
         close(self.segments)
 
 
 class Snapshot(NamedTuple):
-    """One state of all rows: which rows of each part, the growing ones last, are not deleted.
-
-    whole: whether a part has no deleted rows.
-    """
+    """One state of all rows. `alive`: which rows of each part, the growing ones last, are not deleted."""
 
     segments: tuple[Segment, ...]
     growing: GrowingSegment
-    alive: list[Bits]
-    whole: list[bool]
+    alive: list[RowSet]
 
     @property
     def parts(self) -> tuple[Part, ...]:
@@ -292,9 +251,9 @@ class Snapshot(NamedTuple):
         Raises `InvalidFilter` if that is too much work.
         """
         if filter is None:
-            return list(self.alive)
+            return [alive.mask for alive in self.alive]
         pairs = zip(self.parts, self.alive, strict=True)
-        return [part.passing(filter, work, len(alive)) & alive for part, alive in pairs]
+        return [part.passing(filter, work, alive.size) & alive.mask for part, alive in pairs]
 
 
 def vectors_of(parts: Sequence[Part], rows: Rows, dim: int) -> NDArray[np.float32]:
@@ -304,13 +263,6 @@ def vectors_of(parts: Sequence[Part], rows: Rows, dim: int) -> NDArray[np.float3
         here, at = part.locate(rows)
         vectors[here] = part.vectors(at)
     return vectors
-
-
-def extended_schema(schema: Schema, documents: Iterable[Attributes]) -> Schema:
-    """Return the schema with the attributes of documents. Raises `InvalidDocument`."""
-    for attributes in documents:
-        schema = extend_schema(schema, attributes)
-    return schema
 
 
 def close(segments: Sequence[Segment]) -> None:

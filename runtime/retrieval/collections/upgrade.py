@@ -39,7 +39,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.log import HEADER, begin_log_file, log_files
-from runtime.retrieval.collections.segment import META, Contents, Segment, file_path, flat_files, segment_path
+from runtime.retrieval.collections.segment import META, Contents, Segment, flat_files, segment_path
 from runtime.retrieval.collections.segment_build import building_segment, obsolete_files, seal_segment
 from runtime.retrieval.keywords.index import KeywordFile
 
@@ -56,7 +56,8 @@ def read_manifest(directory: Path) -> Manifest:
     segments, shards = [], description.shards
     for shard in range(shards):
         size = len(range(shard, description.size, shards))
-        text = msgspec.json.encode(Contents(size, flat_files(directory, description, shard)))
+        files = flat_files(directory, description, shard)
+        text = msgspec.json.encode(Contents(size, {name: file.known for name, file in files.items()}))
         segments.append(SegmentInfo(shard, size, checksum_of(text).sha256, shard))
     return Manifest(-1, segments, 0, description.size, shards, {})
 
@@ -76,13 +77,13 @@ def upgrade(disk: Disk, directory: Path) -> None:
         make_folders(directory)
         disk.sync_directory(directory)
         for info in flat.segments:
-            with closing(Segment.load(directory, info, description)) as segment:
+            with closing(Segment(directory, info, description)) as segment:
                 schema |= segment.columns.schema
                 next_row = max(next_row, 1 + int(segment.rows.max()))
             # One with another file than the flat one has another number: readers open it as any new segment.
             number = info.number + description.shards if lacks_keywords else info.number
             with building_segment(disk, directory, number) as building:
-                index = file_path(directory, info, description, INDEX)
+                index = flat_files(directory, description, info.shard)[META].path.parent
                 shutil.copytree(index, building / INDEX, copy_function=_link)
                 for name in files:
                     _link(directory / name, building / name)

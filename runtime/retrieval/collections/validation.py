@@ -94,17 +94,6 @@ def to_stored_value(value: object) -> "str | int | float | bool | list[str]":
     return list(value) if isinstance(value, list | tuple) else value  # type: ignore[return-value]
 
 
-def _vector_error(documents: Sequence[UpsertDocument], matrix: NDArray[np.float32], metric: str) -> InvalidDocument:
-    """Return the error of the first document whose vector cannot be stored."""
-    for document, vector in zip(documents, matrix, strict=True):
-        try:
-            checked_vectors(vector[None], metric)
-        except GpuError as error:
-            reason = str(error).removeprefix("row 0 ")
-            return InvalidDocument(f"the vector of document {document.id!r} {reason}", "vector")
-    raise AssertionError("all vectors are valid")
-
-
 def resolve_vectors(
     documents: Sequence[UpsertDocument], description: Description, embedder: Embedder | None, threads: int = 1
 ) -> NDArray[np.float32]:
@@ -140,4 +129,5 @@ def resolve_vectors(
     try:
         return checked_vectors(matrix, description.metric)
     except GpuError as error:
-        raise _vector_error(documents, matrix, description.metric) from error
+        _, row, reason = str(error).split(" ", 2)  # "row 3 holds …"
+        raise InvalidDocument(f"the vector of document {documents[int(row)].id!r} {reason}", "vector") from error
