@@ -106,13 +106,18 @@ def clients(node: Node) -> Iterator[dict[str, Client]]:
         client.connection.close()
 
 
-def test_every_process_finds_what_was_written_through_any_when_the_write_is_answered(
+def test_every_process_finds_what_was_written_through_any_when_the_write_is_visible(
     clients: dict[str, Client],
 ) -> None:
     for number, writer in enumerate(clients.values()):
         document = {"id": "menu", "text": f"lunch {number}"}
-        status, answer = writer.ask("PUT", "/v1/collections/notes/documents", {"documents": [document]})
-        assert (status, answer.get("count", 1)) == (200, 1), answer
+
+        def visible(writer: Client = writer, document: Json = document) -> bool:
+            status, answer = writer.ask("PUT", "/v1/collections/notes/documents", {"documents": [document]})
+            assert (status, answer.get("count", 1)) == (200, 1), answer
+            return bool(answer["visible"])
+
+        eventually(visible, 60, "processes that apply a write in time: not where the machine is too busy to run them")
         for name, client in clients.items():
             found = client.search()
             assert process_of(found) == name
@@ -155,8 +160,12 @@ def test_one_page_of_metrics_has_the_requests_of_all_processes(node: Node, clien
     for times, client in enumerate(clients.values(), 1):
         for _ in range(times):
             client.search()
-    after = counts(responses)
-    assert [after[name] - before[name] for name in PROCESSES[1:]] == [2, 3]
+
+    def counted() -> list[float]:
+        after = counts(responses)
+        return [after[name] - before[name] for name in PROCESSES[1:]]
+
+    eventually(lambda: counted() == [2, 3], 60, "the responses, which are counted when they have been sent")
     label = {}
     forwarded = counts(str(FrontendMetrics.FORWARDED))
     for client in clients.values():
