@@ -49,10 +49,10 @@ class WritableNode:
 
     def kill_supervisor(self) -> None:
         """Kill -9 the supervisor, with which its workers end, and start another node with the same files."""
-        pids = self.node.pids().values()
+        processes = [psutil.Process(pid) for pid in self.node.pids().values()]
         self.node.process.kill()
         self.node.process.wait()
-        psutil.wait_procs([psutil.Process(pid) for pid in pids if psutil.pid_exists(pid)], timeout=60)
+        psutil.wait_procs(processes, timeout=60)
         self.node = Node(self._config)
         self.url = self.node.info.url
 
