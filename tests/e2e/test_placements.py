@@ -109,9 +109,10 @@ def test_an_installed_trigger_decides_in_the_workers_when_an_answer_probes(place
 
 
 def test_answers_probe_as_the_node_says_unless_a_request_says_otherwise(gateway: Node) -> None:
-    assert stages(gateway, probe_tokens=64) == {"prefill", "decode"}
     assert stages(gateway, every_tokens=0) == {"prefill"}
     assert stages(gateway, probe_mode="wait", probe_trigger="drift") == {"prefill", "decode"}
+    # Last, and perhaps again: a prefetch may outlast its answer, and reach a pool when the queries have been counted.
+    eventually(lambda: stages(gateway, probe_tokens=64) == {"prefill", "decode"}, WAIT_S, "a query of decode")
 
 
 @contextmanager
