@@ -16,7 +16,7 @@ from runtime.errors import TrinityError
 from runtime.testing.node import Node, leftovers, token_of
 from runtime.testing.waiting import eventually
 from tests.e2e.conftest import StartNode
-from tests.e2e.load import WAIT_S, prompts, repeated
+from tests.e2e.load import WAIT_S, prompts, repeated, slowed
 
 BODY: dict[str, Any] = {
     "model": "tiny",
@@ -122,7 +122,6 @@ def test_a_killed_worker_loses_no_request_or_token_and_restarts(node: Node, work
     node.wait_idle()
 
 
-@pytest.mark.timeout(400)
 def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_complete(mortal: Node) -> None:
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(8)]
     undisturbed = answers_of(mortal, bodies)
@@ -137,7 +136,6 @@ def test_a_worker_that_hangs_under_load_is_killed_and_its_requests_complete(mort
     assert mortal.metric("trinity_requests_total", outcome="failed") == 0
 
 
-@pytest.mark.timeout(400)
 def test_a_wall_clock_that_jumps_by_days_changes_no_answer_and_unfinished_requests_get_a_typed_error_after_a_drain(
     node: Node, start_node: StartNode, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -172,23 +170,26 @@ def test_a_coupled_pool_serves_its_worker_and_another_pool_takes_over_while_it_i
 ) -> None:
     bodies = [BODY | {"prompt": prompt, "retrieval": PROBES} for prompt in prompts(4)]
     answers = [answer_of(node, body) for body in bodies]
+    own, others = [("pool-0", "prefill"), ("pool-1", "decode")], [("pool-0", "decode"), ("pool-1", "prefill")]
 
-    def queries(pool: str, stage: str) -> float:
-        return coupled.metric("trinity_pool_queries_total", worker=pool, stage=stage)
+    def queries(pools: list[tuple[str, str]]) -> list[float]:
+        return [coupled.metric("trinity_pool_queries_total", worker=pool, stage=stage) for pool, stage in pools]
 
-    others = [("pool-0", "decode"), ("pool-1", "prefill")]
-    before = [queries(*one) for one in others]  # workers that start ask whichever pool is up, and any if theirs is slow
-    assert [answer_of(coupled, body) for body in bodies] == answers
-    eventually(lambda: queries("pool-0", "prefill") >= 4, WAIT_S, "the queries of prefill")
-    eventually(lambda: queries("pool-1", "decode") >= 4, WAIT_S, "the queries of decode")
-    assert sum(queries(*one) for one in others) < sum(before) + 4
+    def asked_their_own() -> bool:
+        before, elsewhere = queries(own), queries(others)
+        assert [answer_of(coupled, body) for body in bodies] == answers
+        each = [after - count for after, count in zip(queries(own), before, strict=True)]
+        return min(each) >= 4 and queries(others) == elsewhere
+
+    # Workers that start ask whichever pool is up, and later any if theirs is slow, as on a busy machine now and then.
+    eventually(asked_their_own, WAIT_S, "the queries of each stage to reach its own pool")
+    (elsewhere,) = queries([("pool-1", "prefill")])
     coupled.kill("pool-0")
     assert answer_of(coupled, bodies[0]) == answers[0]
-    eventually(lambda: queries("pool-1", "prefill") > before[1], WAIT_S, "a query of prefill elsewhere")
+    eventually(lambda: queries([("pool-1", "prefill")]) > [elsewhere], WAIT_S, "a query of prefill elsewhere")
     coupled.wait_ready()
 
 
-@pytest.mark.timeout(400)
 def test_with_a_pool_a_killed_prefill_worker_restarts_no_prompt_that_waits_and_a_killed_decode_worker_loses_none(
     node: Node, start_node: StartNode
 ) -> None:
@@ -198,13 +199,14 @@ def test_with_a_pool_a_killed_prefill_worker_restarts_no_prompt_that_waits_and_a
 
     def handed_over(count: int) -> bool:
         done = pooled.metric("trinity_kv_handovers_total", mode="pool") == count
-        return done and pooled.metric("trinity_prefill_running") == 0
+        held = [pooled.metric(f"trinity_num_requests_{state}") for state in ("running", "waiting")]
+        return done and pooled.metric("trinity_prefill_running") == 0 and held == [6, 6]
 
     for worker, count in (("prefill-0", 12), ("decode-0", 24)):
         with ThreadPoolExecutor(12) as threads:
-            answers = [threads.submit(answer_of, pooled, body) for body in bodies]
-            eventually(partial(handed_over, count), WAIT_S, "12 hand-overs")
-            assert pooled.metric("trinity_num_requests_waiting") > 0
+            with slowed(pooled.pid("decode-0"), stopped_s=0.2):  # or it has answered six before anyone looks
+                answers = [threads.submit(answer_of, pooled, body) for body in bodies]
+                eventually(partial(handed_over, count), WAIT_S, "12 hand-overs, of which six wait in decode")
             pooled.kill(worker)
             assert [answer.result() for answer in answers] == undisturbed
         assert (pooled.metric("trinity_requests_restarted_total") > 0) == (worker == "decode-0")
@@ -212,7 +214,6 @@ def test_with_a_pool_a_killed_prefill_worker_restarts_no_prompt_that_waits_and_a
     pooled.wait_idle()
 
 
-@pytest.mark.timeout(400)
 def test_standby_workers_replace_killed_ones_and_no_token_changes(node: Node, coupled: Node) -> None:
     bodies = [BODY | {"prompt": prompt} for prompt in prompts(12)]
     undisturbed = answers_of(node, bodies)
