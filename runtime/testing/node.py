@@ -84,7 +84,16 @@ class Node:
         return {"supervisor": self.process.pid} | {w.name: w.pid for w in (*status.workers, *status.spares) if w.pid}
 
     def pid(self, worker: str) -> int:
-        return next(process.pid for process in self.status().workers if process.name == worker)
+        """Return a worker's process id; wait for its next process if it has none, whose 0 means the caller's group."""
+        pid = 0
+
+        def known() -> int:
+            nonlocal pid
+            pid = next(process.pid for process in self.status().workers if process.name == worker)
+            return pid
+
+        self.wait(known, what=f"a process of {worker}")
+        return pid
 
     def wait(self, condition: Callable[[], object], within_s: float = _START_S, what: str = "it") -> float:
         """Wait until `condition()` holds; returns the seconds. Raises `TimeoutError`, and `RuntimeError` if the node
