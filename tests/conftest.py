@@ -19,7 +19,7 @@ from runtime.serving.model.cache import private_cache
 from tests.fuzz import budget
 from tests.layers import ORDER, layer_of, parallel_places, share_of
 
-_COROUTINE_S = 60.0
+_COROUTINE_S = 240.0  # less than the timeout of a test, which shows no task
 # Threads of numpy (not imported by any conftest yet) and of torch spin while they wait for each other, on cores that
 # other tests use.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -107,7 +107,7 @@ def pytest_collection() -> Generator[None, object, object]:
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_pyfunc_call(pyfuncitem: pytest.Function) -> bool | None:
-    """Run a test that is a coroutine in an event loop of its own; fail it after a minute."""
+    """Run a test that is a coroutine in an event loop of its own; fail it after `_COROUTINE_S`."""
     if not inspect.iscoroutinefunction(pyfuncitem.obj):
         return None
     arguments = {name: pyfuncitem.funcargs[name] for name in inspect.signature(pyfuncitem.obj).parameters}

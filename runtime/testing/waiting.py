@@ -5,7 +5,7 @@ from collections.abc import Callable
 
 
 def until(
-    condition: Callable[[], object], do: Callable[[], object] | None = None, within_s: float = 60.0, what: str = "it"
+    condition: Callable[[], object], do: Callable[[], object] | None = None, within_s: float = 240.0, what: str = "it"
 ) -> None:
     """Call `do` repeatedly until `condition` holds; without it, look less often the longer it takes."""
     begin = time.monotonic()

@@ -86,7 +86,7 @@ class TinyNode:
         begin = time.monotonic()
         while True:
             waited_s = time.monotonic() - begin
-            assert waited_s < 60, f"waited for {what}; {self.log.read_text()}"
+            assert waited_s < 240, f"waited for {what}; {self.log.read_text()}"
             assert self.process.exitcode is None, f"the node ended, waited for {what}; {self.log.read_text()}"
             with suppress(Unavailable):
                 if condition(status := node_status(self.info)):
