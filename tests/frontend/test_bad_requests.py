@@ -93,6 +93,8 @@ def test_a_search_on_a_node_without_collections_is_not_found() -> None:
 def test_a_prompt_beyond_the_context_is_refused_with_size_and_limit(http: httpx.Client) -> None:
     answer = http.post("/v1/completions", json=COMPLETION | {"prompt": [1] * 2040, "max_tokens": 9})
     assert_error(answer, 400, "context_length_exceeded", "max_tokens", "at least 2049 tokens, the model's")
+    answer = http.post("/v1/responses", json={"model": "tiny", "input": "say=1", "max_output_tokens": 4000})
+    assert_error(answer, 400, "context_length_exceeded", "max_output_tokens", "tokens, the model's context holds 2048")
 
 
 @pytest.mark.parametrize(

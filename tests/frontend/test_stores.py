@@ -5,11 +5,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import httpx
 import openai
 import pytest
 
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
+from tests.frontend.request_errors import assert_error
 from tests.frontend.store_node import store_node
 
 LEAVE = b"# Leave\n\nParental leave is twelve weeks long.\n\n# Pay\n\nSalaries are paid on the last Friday."
@@ -72,6 +74,17 @@ def test_too_many_or_wrong_metadata_are_refused_by_name(client: openai.OpenAI) -
         client.vector_stores.create(metadata={str(number): "" for number in range(17)})
     with pytest.raises(openai.BadRequestError, match="metadata: 'a' must be a string, not a number"):
         client.vector_stores.create(metadata={"a": 1})  # type: ignore[dict-item]
+
+
+def test_numbers_that_are_none_and_batches_that_are_too_long_are_refused_with_the_value(http: httpx.Client) -> None:
+    store, json_type = http.post("/v1/vector_stores", json={}).json()["id"], {"Content-Type": "application/json"}
+    body = '{"file_id": "file-1", "attributes": {"year": NaN}}'
+    refused = http.post(f"/v1/vector_stores/{store}/files", content=body, headers=json_type)
+    message = "attributes: 'year' is nan, which is not a number of 64 bits"
+    assert_error(refused, 400, "invalid_request", "attributes", message)
+    refused = http.post(f"/v1/vector_stores/{store}/file_batches", json={"file_ids": ["file-1"] * 2001})
+    assert_error(refused, 400, "invalid_request", "file_ids", "file_ids should have at most 2000 items, not 2001")
+    assert refused.json()["error"]["message"].endswith("not 2001")
 
 
 def test_a_file_in_a_store_is_found_by_its_text_and_its_attributes(client: openai.OpenAI) -> None:

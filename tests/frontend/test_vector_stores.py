@@ -10,7 +10,7 @@ import numpy as np
 import openai
 import pytest
 
-from runtime.errors import EmbedderFailed, UnknownCollection
+from runtime.errors import EmbedderFailed, InvalidFilter, UnknownCollection
 from runtime.node.config import HttpSection
 from runtime.retrieval.attributes.filters import decode_filter
 from runtime.retrieval.collection_summary import CollectionSummary
@@ -129,6 +129,15 @@ def test_filters_in_openais_format_reach_the_search(client: openai.OpenAI, stand
     assert {(part.key, part.operator, part.values) for part in (one, other)} == {
         ("team", "eq", ("hr",)), ("page", "gt", (2,)),
     }  # fmt: skip
+
+
+def test_the_parameter_of_an_error_that_a_pool_finds_in_a_filter_is_the_name_that_it_has_in_the_body(
+    client: openai.OpenAI, stand: Stand
+) -> None:
+    stand.error = InvalidFilter("no document has the attribute 'team'", "filter")
+    with pytest.raises(openai.BadRequestError, match="no document has the attribute 'team'") as refused:
+        client.vector_stores.search("docs", query="leave", filters={"type": "eq", "key": "team", "value": "hr"})
+    assert refused.value.param == "filters"
 
 
 def test_several_queries_return_each_passage_once_nearest_first(client: openai.OpenAI) -> None:

@@ -5,13 +5,14 @@ support; any other unknown field is refused with the name of the nearest known o
 """
 
 import difflib
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, TypeVar, get_args
 
 from pydantic import BaseModel, ConfigDict, ValidationError, model_validator
 from pydantic_core import PydanticCustomError, from_json
 
-from runtime.errors import InvalidRequest
+from runtime.errors import InvalidRequest, TrinityError
 from runtime.serving.http.unsupported_fields import supported_fields
 
 _CUSTOM = "trinity"
@@ -55,6 +56,16 @@ def check_bytes(size: int, limit: int, param: str) -> None:
     """Raise InvalidRequest for a text of more than `limit` bytes."""
     if size > limit:
         raise InvalidRequest(f"{param} has {size} bytes, the limit is {limit}", param)
+
+
+@contextmanager
+def params_named(names: Mapping[str, str]) -> Iterator[None]:
+    """Give errors of what several routes share the names that these parameters have in the route's own bodies."""
+    try:
+        yield
+    except TrinityError as error:
+        error.param = error.param and names.get(error.param, error.param)
+        raise
 
 
 def parse_object(body: bytes) -> dict[str, Any]:
@@ -117,6 +128,8 @@ def _error_message(error_type: str, message: str, value: object, param: str) -> 
         return f"{param} is empty"
     _, should, wanted = message.partition(" should ")  # pydantic's messages begin with Input, String, List
     message = _TYPE_ERRORS.get(error_type, f"should {wanted}" if should else message)
+    if error_type == "too_long":  # with the length
+        return f"{param} {message.replace(' after validation', '')}"
     if error_type == "string_too_long":
         return f"{param} {message}, not {len(str(value))}"
     return f"{param} {message}, not {given(value)}"

@@ -17,7 +17,7 @@ from runtime.serving.frontend.requests import Request as InFlight
 from runtime.serving.http.access import access_of, tenant_of
 from runtime.serving.http.api import Api
 from runtime.serving.http.middleware import client_id_of, request_id
-from runtime.serving.http.parsing import check_bytes
+from runtime.serving.http.parsing import check_bytes, params_named
 from runtime.serving.http.ranking import ranking_json
 from runtime.serving.http.response_objects import ResponseBuilder
 from runtime.serving.http.responses import EventStream, Json, in_flight, json_response
@@ -31,6 +31,8 @@ from runtime.serving.http.routes.vector_stores import RankingOptions, distance_o
 from runtime.serving.http.searched import check_k, check_probe_tokens, restricted
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.serving.model.text import last_question, passages_block, question_with_block
+
+_PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "filter": "tools[0].filters"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,6 +61,10 @@ class ResponsesRoutes:
         return json_response({"id": id, "object": "response", "deleted": True})
 
     async def create(self, http: Request) -> Response:
+        with params_named(_PARAMS):
+            return await self._created(http)
+
+    async def _created(self, http: Request) -> Response:
         body, forwarded = parse_responses(await self._api.read(http))
         self._api.check_model(body.model)
         conversation = await self._conversation(http, body)

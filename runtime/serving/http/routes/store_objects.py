@@ -9,7 +9,7 @@ from starlette.responses import Response
 from runtime.retrieval.stores.catalogue import Usage
 from runtime.retrieval.stores.records import Batch, Chunking, Store, StoreFile
 from runtime.retrieval.stores.service import Stores
-from runtime.serving.http.parsing import StrictModel, field_error, json_name
+from runtime.serving.http.parsing import StrictModel, field_error, given, json_name
 from runtime.serving.http.responses import Json, json_response
 
 MAX_BATCH_FILES = 2000
@@ -39,7 +39,7 @@ def _check_fields(param: str, value: object, types: Any, allowed: str) -> object
         if isinstance(field, str) and len(field) > _MAX_VALUE:
             raise field_error(f"{param}: {name!r} has {len(field)} characters, the limit is {_MAX_VALUE}")
         if isinstance(field, int | float) and not abs(field) < 2.0**63:
-            raise field_error(f"{param}: {name!r} does not fit into 64 bits")
+            raise field_error(f"{param}: {name!r} is {given(field)}, which is not a number of 64 bits")
     return value
 
 

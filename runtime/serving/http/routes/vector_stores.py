@@ -30,7 +30,7 @@ from runtime.serving.http.access import access_of, tenant_of
 from runtime.serving.http.api import Api
 from runtime.serving.http.api_types import MAX_TOKENS, filter_at
 from runtime.serving.http.middleware import arrived_ns, client_id_of, request_id
-from runtime.serving.http.parsing import StrictModel, check_bytes, field_error, parse, parse_object
+from runtime.serving.http.parsing import StrictModel, check_bytes, field_error, params_named, parse, parse_object
 from runtime.serving.http.ranking import Ranker, ranking_json
 from runtime.serving.http.response_memory import UnsentResponse, unsent_response
 from runtime.serving.http.responses import Json, json_response, passages_response
@@ -150,6 +150,10 @@ class StoreRoutes:
         return json_response({"id": name, "object": "vector_store.deleted", "deleted": True})
 
     async def search(self, http: Request) -> Response:
+        with params_named({"filter": "filters"}):
+            return await self._found(http)
+
+    async def _found(self, http: Request) -> Response:
         name = str(http.path_params["name"])
         body = parse(StoreSearchBody, await self._api.read(http))
         check_k(body.max_num_results, self._settings, "max_num_results")
