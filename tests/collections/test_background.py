@@ -168,7 +168,7 @@ def test_a_build_does_not_start_for_a_dead_writer(tmp_path: Path) -> None:
     with new_writer(tmp_path / "a") as writer:
         writer.upsert(documents(range(8)))
         writer.flush()
-    there, job = sorted(tmp_path.rglob("*")), msgspec.json.encode(BuildJob(99, 0, 0, [0])).decode()
+    there, job = sorted(tmp_path.rglob("*")), msgspec.json.encode(BuildJob(99, 0, [0])).decode()
     command = [sys.executable, "-m", "runtime.retrieval.collections.maintenance", str(tmp_path / "a"), job, "1"]
     assert subprocess.run(command).returncode == 1
     assert sorted(tmp_path.rglob("*")) == there

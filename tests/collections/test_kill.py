@@ -8,6 +8,7 @@ import pytest
 
 from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.reader import CollectionReader
+from runtime.retrieval.collections.segment import CONTENTS
 from tests.collections.small_collections import DIM, contents, document, open_writer
 from tests.collections.writer_process import SEAL_ROWS, run
 from tests.process_context import FORKSERVER
@@ -41,7 +42,7 @@ def test_a_killed_writer_loses_no_acknowledged_write_and_revives_no_deleted_docu
         with CollectionReader(directory) as reader:
             assert contents(reader) == held
         assert CollectionReader.verify(directory) == ""
-        assert not list((directory / "segments").glob(".building-*"))
+        assert all((path / CONTENTS).exists() for path in (directory / "segments").iterdir())
         expected = held
     print(f"{kills} kills, {acknowledged} acknowledged writes, {sealed} segments found")  # shown with -s
     assert sealed, "no segment was ever sealed: the test is ineffective"

@@ -22,6 +22,7 @@ from typing import Literal, NamedTuple
 
 import httpx
 
+from runtime.retrieval.collections.segment import CONTENTS
 from runtime.testing.writable_node import DOCUMENTS, FLUSH, WritableNode
 
 Moment = Literal["any", "seal", "merge"]
@@ -199,7 +200,7 @@ def _kill(writable: WritableNode, one: Kill, chance: random.Random) -> None:
 
 def _unfinished(writable: WritableNode) -> list[Path]:
     """Return the directories of segments that are being built: one for each merge's process, and the writer's own."""
-    return list((writable.collection / "segments").glob(".building-*"))
+    return [path for path in (writable.collection / "segments").iterdir() if not (path / CONTENTS).exists()]
 
 
 def _compare(writable: WritableNode, writers: list[Writer], results: Killed) -> list[str]:

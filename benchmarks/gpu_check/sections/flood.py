@@ -29,7 +29,7 @@ from runtime.node.placement.plan import NodePlan
 from runtime.retrieval.collections.bulk_load import begin_collection
 from runtime.retrieval.collections.description import INDEX, make_folders
 from runtime.retrieval.collections.disk import Disk
-from runtime.retrieval.collections.segment_build import building_path, seal_segment
+from runtime.retrieval.collections.segment_build import seal_segment
 from runtime.testing.pool import InProcessPool
 
 FORMS = {"auto": "as planned", "launches": "launches"}
@@ -109,9 +109,9 @@ def pool_over(setup: Setup, form: str) -> Iterator[InProcessPool]:
 def _save(index: GraphIndex, folder: Path) -> None:
     """Write the index as a collection."""
     make_folders(folder)
-    building = building_path(folder, 0)
-    index.save(building / INDEX)
-    segment = seal_segment(Disk(), building, index.size)
+    place = folder / "segments" / "0"
+    index.save(place / INDEX)
+    segment = seal_segment(Disk(), place, index.size)
     described = {"dim": index.dim, "metric": index.metric, "dtype": index.dtype, "degree": index.degree}
     begin_collection(Disk(), folder, [segment], index.size, {}, embedder=None, **described)
 

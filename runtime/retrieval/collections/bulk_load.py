@@ -33,7 +33,7 @@ from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import begin_log_file
 from runtime.retrieval.collections.segment import index_errors
-from runtime.retrieval.collections.segment_build import building_path, index_and_seal, write_documents
+from runtime.retrieval.collections.segment_build import index_and_seal, write_documents
 from runtime.retrieval.embedding.bulk import embed_passages, list_size
 from runtime.retrieval.embedding.embedder import Embedder, EmbedderSpec, Vectors, embedder_name, embedding_text
 from runtime.retrieval.embedding.loading import DEFAULT_EMBEDDER, embedder_dim, load_embedder
@@ -116,7 +116,7 @@ def build(
     disk = disk or Disk()
     with atomic_directory(out, replace=force, locked=locked) as building:
         make_folders(building)
-        folders = [] if empty else [building_path(building, shard) for shard in range(shards)]
+        folders = [] if empty else [building / "segments" / str(shard) for shard in range(shards)]
         for folder in folders:
             folder.mkdir()
         schema = dict(declared)

@@ -165,7 +165,7 @@ class Maintenance:
                 self._commits.rotate()
                 until, next_row = self._state.sequence, self._state.growing.next_row
             jobs = [
-                BuildJob(number, until, next_row, [one.info.number for one in merged], self._threads, shard)
+                BuildJob(number, next_row, [one.info.number for one in merged], self._threads, shard)
                 for number, (shard, merged) in enumerate(sources.items(), self._next_segment)
             ]
             self._next_segment += len(jobs)

@@ -1,7 +1,6 @@
-"""Segment builds from growing rows or by merging, and the files of a new segment, which are written atomically."""
+"""Builds of segments, and the files of a new one, which belongs to the collection once a manifest names it."""
 
 import contextlib
-import os
 import stat
 from collections.abc import Collection, Iterable, Iterator
 from pathlib import Path
@@ -30,7 +29,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import log_files
-from runtime.retrieval.collections.segment import CONTENTS, FILES, Contents, index_errors, segment_path, sources_of
+from runtime.retrieval.collections.segment import CONTENTS, FILES, Contents, index_errors, sources_of
 from runtime.retrieval.collections.state import State, vectors_of
 from runtime.retrieval.keywords.index import KeywordFile
 
@@ -40,12 +39,10 @@ _FLAT_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, "words.sqlite")  # of a flat bul
 class BuildJob(msgspec.Struct, frozen=True):
     """A segment to build, with the rows of one shard.
 
-    Its sources are the segments that `merged` names, and the growing rows before `next_row`, which are those of the
-    log's records before `until`; both are 0 if there are none.
+    Its sources are the segments that `merged` names, and the growing rows before `next_row`; 0: none of these.
     """
 
     number: int
-    until: int
     next_row: int
     merged: list[int]
     threads: int = 1
@@ -74,11 +71,11 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
     if not documents:
         return None
     about, bits = state.description, code_bits(state)
-    with building_segment(disk, state.directory, job.number) as building:
-        write_documents(building, documents, dict(state.schema), sources_of(merged))
+    with new_segment(disk, state.directory, job.number) as folder:
+        write_documents(folder, documents, dict(state.schema), sources_of(merged))
         _, info = index_and_seal(
             disk,
-            building,
+            folder,
             job.shard,
             vectors_of(parts, rows, about.dim),
             progress,
@@ -108,73 +105,66 @@ def code_bits(state: State) -> int | None:
 # ---- files
 
 
-def building_path(directory: Path, number: int) -> Path:
-    """Return the temporary path of a segment that is being written."""
-    return directory / "segments" / f".building-{number}"
-
-
 @contextlib.contextmanager
-def building_segment(disk: Disk, directory: Path, number: int) -> Iterator[Path]:
+def new_segment(disk: Disk, directory: Path, number: int) -> Iterator[Path]:
     """Yield an empty folder for a segment's files, which `seal_segment` completes; removed if the block raises.
 
     Raises `CollectionError`, `NoRoom`.
     """
-    building = building_path(directory, number)
-    target = building.with_name(str(number))
+    folder = directory / "segments" / str(number)
     try:
-        with storage_errors(f"{target} cannot be written"), index_errors():
-            disk.remove(building)
-            building.mkdir(mode=0o700)
-            yield building
+        with storage_errors(f"{folder} cannot be written"), index_errors():
+            disk.remove(folder)  # of a build that was killed
+            folder.mkdir(mode=0o700)
+            yield folder
     except BaseException:
-        disk.remove(building)
+        disk.remove(folder)
         raise
 
 
 def write_documents(
-    building: Path, documents: Iterable[Document], schema: Schema, sources: Sources | None = None
+    folder: Path, documents: Iterable[Document], schema: Schema, sources: Sources | None = None
 ) -> None:
     """Write the documents of a new segment, with their attributes as far as a schema has them and their keyword index.
 
     documents, sources: see `DocumentStore.write`. schema: read when all documents were. Raises as that does, and
     `OSError`.
     """
-    DocumentStore.write(building / DOCUMENTS, documents, sources=sources)
-    with DocumentStore(building / DOCUMENTS) as store:
+    DocumentStore.write(folder / DOCUMENTS, documents, sources=sources)
+    with DocumentStore(folder / DOCUMENTS) as store:
         columns = Columns.from_documents((one.attributes for one in store.all()), schema)
         if columns.schema:
-            (building / ATTRIBUTES).write_bytes(columns.encode())
-        KeywordFile.create(building / KEYWORDS, ((one.title, one.text) for one in store.all()))
+            (folder / ATTRIBUTES).write_bytes(columns.encode())
+        KeywordFile.create(folder / KEYWORDS, ((one.title, one.text) for one in store.all()))
 
 
 def index_and_seal(
-    disk: Disk, building: Path, shard: int, vectors: NDArray[Any], progress: Progress, **options: Any
+    disk: Disk, folder: Path, shard: int, vectors: NDArray[Any], progress: Progress, **options: Any
 ) -> tuple[GraphIndex, SegmentInfo]:
-    """Build the index of a new segment, whose documents are there, and put its files in place; `options` are those of
+    """Build the index of a new segment, whose documents are there, and seal it; `options` are those of
     `GraphIndex.build`. Raises as `seal_segment`."""
     with index_errors():
         index = GraphIndex.build(vectors, progress=progress, **options)
         progress("write", 0.0)
-        index.save(building / INDEX)
+        index.save(folder / INDEX)
     progress("write", 0.5)
-    info = seal_segment(disk, building, index.size, shard)
+    info = seal_segment(disk, folder, index.size, shard)
     progress("write", 1.0)
     return index, info
 
 
-def seal_segment(disk: Disk, building: Path, size: int, shard: int = 0) -> SegmentInfo:
-    """Put the files of a new segment in place, durably. Raises `OSError`, `CollectionError`."""
-    number = int(building.name.rpartition("-")[2])
-    path = building.with_name(str(number))
-    files = {name: checksum_file(building / name) for name in FILES if (building / name).exists()}
+def seal_segment(disk: Disk, folder: Path, size: int, shard: int = 0) -> SegmentInfo:
+    """Complete a new segment, durably, which then belongs to a collection as soon as a manifest names it.
+
+    Raises `OSError`, `CollectionError`.
+    """
+    files = {name: checksum_file(folder / name) for name in FILES if (folder / name).exists()}
     text = msgspec.json.encode(Contents(size, files))
-    (building / CONTENTS).write_bytes(text)
-    set_modes(building, stat.S_IMODE(building.parent.stat().st_mode))
-    disk.sync_tree(building)
-    disk.remove(path)  # of a build that was not installed
-    os.rename(building, path)
-    disk.sync_directory(path.parent)
-    return SegmentInfo(number, size, checksum_of(text).sha256, shard)
+    (folder / CONTENTS).write_bytes(text)
+    set_modes(folder, stat.S_IMODE(folder.parent.stat().st_mode))
+    disk.sync_tree(folder)
+    disk.sync_directory(folder.parent)
+    return SegmentInfo(int(folder.name), size, checksum_of(text).sha256, shard)
 
 
 def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int]) -> list[Path]:
@@ -182,10 +172,8 @@ def obsolete_files(directory: Path, manifest: Manifest, building: Collection[int
 
     Excludes the segments that are being built, by number.
     """
-    in_use = {segment_path(directory, info) for info in manifest.segments}
-    for number in building:
-        in_use |= {directory / "segments" / str(number), building_path(directory, number)}
-    in_use.add(manifest.tombstones_path(directory))
+    numbers = {info.number for info in manifest.segments}.union(building)
+    in_use = {directory / "segments" / str(number) for number in numbers} | {manifest.tombstones_path(directory)}
     obsolete: list[Path] = []
     with contextlib.suppress(OSError):
         for folder in ("segments", "tombstones"):

@@ -40,7 +40,7 @@ from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.log import HEADER, begin_log_file, log_files
 from runtime.retrieval.collections.segment import META, Contents, Segment, flat_files, segment_path
-from runtime.retrieval.collections.segment_build import building_segment, obsolete_files, seal_segment
+from runtime.retrieval.collections.segment_build import new_segment, obsolete_files, seal_segment
 from runtime.retrieval.keywords.index import KeywordFile
 
 
@@ -82,14 +82,14 @@ def upgrade(disk: Disk, directory: Path) -> None:
                 next_row = max(next_row, 1 + int(segment.rows.max()))
             # One with another file than the flat one has another number: readers open it as any new segment.
             number = info.number + description.shards if lacks_keywords else info.number
-            with building_segment(disk, directory, number) as building:
+            with new_segment(disk, directory, number) as folder:
                 index = flat_files(directory, description, info.shard)[META].path.parent
-                shutil.copytree(index, building / INDEX, copy_function=_link)
+                shutil.copytree(index, folder / INDEX, copy_function=_link)
                 for name in files:
-                    _link(directory / name, building / name)
+                    _link(directory / name, folder / name)
                 if lacks_keywords:
-                    _add_keywords(directory, building / KEYWORDS, segments)
-                segments.append(seal_segment(disk, building, info.size, info.shard))
+                    _add_keywords(directory, folder / KEYWORDS, segments)
+                segments.append(seal_segment(disk, folder, info.size, info.shard))
         manifest = Manifest(0, segments, 0, next_row, 1 + segments[-1].number, schema)
         begin_log_file(disk, directory, description.identity, 0)
         disk.write_file(directory / MANIFEST, encode_with_checksum(manifest))
