@@ -96,6 +96,7 @@ def test_what_a_build_that_was_killed_has_left_is_removed_by_the_next_one(tmp_pa
     half = left / f".index-1.{'0a' * 16}"
     half.mkdir()
     (half / "codes.npy").touch()
+    (left / "log" / f".{0:020}.log.part").touch()
     build(out)
     assert os.listdir(out.parent) == ["docs"]
 

@@ -24,7 +24,7 @@ from runtime.retrieval.collections.disk import (
 )
 
 _OWN_FILES = re.compile(
-    r"\.?(collection\.json|MANIFEST)(\.part)?|writer\.lock|log/\d+\.log|(tombstones|served|segments/\.merging)/[^/]+"
+    r"(\.?(collection\.json|MANIFEST)|log/\.?\d+\.log)(\.part)?|writer\.lock|(tombstones|served|segments/\.merging)/[^/]+"
     r"|(segments/(\.building-)?\d+/)?"
     r"(segment\.json|(documents|keywords|words)\.sqlite|attributes\.msgpack"
     r"|(index(-\d+)?|\.index(-\d+)?\.[0-9a-f]{32})/(meta\.json|[^/]+\.npy))"  # see `gpu.index.storage.save`
