@@ -3,10 +3,8 @@
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import Future
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import NamedTuple
 
 from runtime.errors import CollectionError, InternalError, TrinityError
 from runtime.retrieval.attributes.schema import Schema
@@ -32,12 +30,13 @@ Prepare = Callable[[WriteGroup], int]
 """Adds a write's operations to a group, once nothing can fail any more, and returns the write's result."""
 
 
-class _Write(NamedTuple):
-    """A write that waits for its record, and its result."""
+@dataclass(slots=True, eq=False)
+class _Write:
+    """A write that waits for its record. result: its result or error, once it is stored or not."""
 
     prepare: Prepare
     exclusive: bool
-    result: "Future[int]"
+    result: int | TrinityError | None = None
 
 
 class GroupCommit:
@@ -64,12 +63,14 @@ class GroupCommit:
 
         exclusive: it depends on stored state, so no other write may precede it in its record.
         """
-        result: Future[int] = Future()
-        self.pending.append(_Write(prepare, exclusive, result))
+        write = _Write(prepare, exclusive)
+        self.pending.append(write)
         with self.lock:
-            while not result.done():
+            while write.result is None:
                 self._commit()
-        return result.result()
+        if isinstance(write.result, TrinityError):
+            raise write.result
+        return write.result
 
     def check_directory(self) -> None:
         """Raise `CollectionError` if the directory was replaced by another collection or a restored copy, or moved, or
@@ -117,12 +118,7 @@ class GroupCommit:
         failed = self._store(group.operations) if group.operations else None
         for write, result in prepared:
             self.pending.popleft()
-            if isinstance(result, TrinityError):
-                write.result.set_exception(result)
-            elif failed is not None:
-                write.result.set_exception(failed)
-            else:
-                write.result.set_result(result)
+            write.result = result if failed is None or isinstance(result, TrinityError) else failed
 
     def _prepared(self, write: _Write, group: WriteGroup) -> int | TrinityError:
         try:
