@@ -117,12 +117,14 @@ class _StoppingDisk(Disk):
         super().sync_directory(directory)
 
 
-@pytest.mark.parametrize("kind", ["sharded", "bare"])
+@pytest.mark.parametrize("kind", ["sharded", "bare", "without keywords"])
 def test_an_upgrade_that_is_killed_at_any_operation_leaves_the_old_or_the_new_collection(
     tmp_path: Path, golden: Path, kind: str
 ) -> None:
+    without = kind == "without keywords"
+    old = flatten(bulk(tmp_path / "old", shards=2), keywords=False) if without else golden / kind
     for operations in range(200):
-        directory = Path(shutil.copytree(golden / kind, tmp_path / str(operations)))
+        directory = Path(shutil.copytree(old, tmp_path / str(operations)))
         try:
             CollectionWriter(directory, background=False, disk=_StoppingDisk(operations)).close()
         except _Stop:

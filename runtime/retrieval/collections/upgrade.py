@@ -13,7 +13,6 @@ old layout by the new one in one step.
 import os
 import shutil
 import stat
-from collections.abc import Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -39,7 +38,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import DocumentStore
 from runtime.retrieval.collections.log import HEADER, begin_log_file, log_files
-from runtime.retrieval.collections.segment import META, Contents, Segment, flat_files, segment_path
+from runtime.retrieval.collections.segment import META, Contents, Segment, flat_files
 from runtime.retrieval.collections.segment_build import new_segment, obsolete_files, seal_segment
 from runtime.retrieval.keywords.index import KeywordFile
 
@@ -76,6 +75,11 @@ def upgrade(disk: Disk, directory: Path) -> None:
     with storage_errors(f"{directory} cannot be converted"):
         make_folders(directory)
         disk.sync_directory(directory)
+        if lacks_keywords:  # the shards share one, as they do the documents; as a flat bulk load it still has none
+            disk.remove(directory / KEYWORDS)  # of an upgrade that was killed
+            with DocumentStore(directory / DOCUMENTS) as store:
+                KeywordFile.create(directory / KEYWORDS, ((one.title, one.text) for one in store.all()))
+            files.add(KEYWORDS)
         for info in flat.segments:
             with closing(Segment(directory, info, description)) as segment:
                 schema |= segment.columns.schema
@@ -87,8 +91,6 @@ def upgrade(disk: Disk, directory: Path) -> None:
                 shutil.copytree(index, folder / INDEX, copy_function=_link)
                 for name in files:
                     _link(directory / name, folder / name)
-                if lacks_keywords:
-                    _add_keywords(directory, folder / KEYWORDS, segments)
                 segments.append(seal_segment(disk, folder, info.size, info.shard))
         manifest = Manifest(0, segments, 0, next_row, 1 + segments[-1].number, schema)
         begin_log_file(disk, directory, description.identity, 0)
@@ -96,15 +98,6 @@ def upgrade(disk: Disk, directory: Path) -> None:
         set_modes(directory, stat.S_IMODE(directory.stat().st_mode))
     for path in obsolete_files(directory, manifest, ()):
         disk.remove(path)
-
-
-def _add_keywords(directory: Path, path: Path, segments: Sequence[SegmentInfo]) -> None:
-    """Write the keyword index, which the shards share as they do the documents. segments: those that have it."""
-    if segments:
-        _link(segment_path(directory, segments[0]) / KEYWORDS, path)
-        return
-    with DocumentStore(directory / DOCUMENTS) as store:
-        KeywordFile.create(path, ((one.title, one.text) for one in store.all()))
 
 
 def _link(source: str | Path, target: str | Path) -> None:
