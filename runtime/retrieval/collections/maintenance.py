@@ -95,9 +95,7 @@ class Maintenance:
         """Seal all growing rows, and wait for it; merge first only if a shard has too many segments."""
         while too_many_segments(self._state.segments) and self.merge_if_due(self.build_here):
             pass
-        with self.sealing:
-            self._seal(self.build_here)
-        self.wake()  # a merge may be due now
+        self._seal(self.build_here, 1)
 
     def compact(self, progress: Progress) -> None:
         """Rewrite each shard, with its growing rows, into one segment without deleted rows, and wait for it.
@@ -115,19 +113,12 @@ class Maintenance:
 
     def seal_if_due(self, build: BuildSegment) -> bool:
         """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
-        with self.sealing:
-            enough = self._state.growing.size >= self.seal_threshold
-            if self._ended.is_set() or not enough or too_many_segments(self._state.segments):
-                return False
-            self._seal(build)
-        self.wake()
-        return True
+        return self._seal(build, self.seal_threshold)
 
     def merge_if_due(self, build: BuildSegment) -> bool:
         """Merge segments by `build`, if a merge is due; return whether one was."""
         with self.merging:
-            segments = [] if self._ended.is_set() else pick_merge(self._state.segments, self._seal_rows)
-            if not segments:
+            if not (segments := pick_merge(self._state.segments, self._seal_rows)):
                 return False
             self._rewrite({segments[0].info.shard: segments}, False, build)
         self.wake()  # a seal may have waited for the merge
@@ -149,9 +140,14 @@ class Maintenance:
         with self.merging, self.sealing:
             pass
 
-    def _seal(self, build: BuildSegment) -> None:
-        if self._state.growing.size:
+    def _seal(self, build: BuildSegment, at_least: int) -> bool:
+        """Seal the growing rows if there are so many, and no shard has too many segments; return whether it did."""
+        with self.sealing:
+            if self._state.growing.size < at_least or too_many_segments(self._state.segments):
+                return False
             self._rewrite(dict.fromkeys(range(self._state.description.shards), ()), True, build)
+        self.wake()  # a merge may be due now
+        return True
 
     def _rewrite(self, sources: Mapping[int, Sequence[Segment]], seals: bool, build: BuildSegment) -> None:
         """Build a segment of some shards, each from those of its segments that are given, and if `seals` from its
