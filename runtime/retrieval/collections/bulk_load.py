@@ -95,23 +95,22 @@ def build(
     check_arguments(check_within, "shards", shards, 1, MAX_SHARDS)
     if embedder is not None:
         embedder_dim(embedder)
-    bare = source if isinstance(source, np.ndarray) else None
-    if bare is not None and vectors is not None:
+    matrix, documents = (source, None) if isinstance(source, np.ndarray) else (vectors, source)
+    if documents is None and vectors is not None:
         raise BuildRefused("the source contains vectors: give separate vectors only with documents")
-    if bare is None and ids is not None:
+    if documents is not None and ids is not None:
         raise BuildRefused("documents have their own ids: give ids only with bare vectors")
     if device == "cuda":
         _check_gpu_build()
-    given = vectors if bare is None else bare
-    empty = bare is not None and bare.ndim == 2 and len(bare) == 0
-    if given is not None:
-        _check_embedder(embedder, given)
-        if not empty:
-            _check_shards(shards, len(given))
-    if bare is None and given is None:
+    empty = documents is None and matrix is not None and matrix.ndim == 2 and len(matrix) == 0
+    if matrix is None:
         embedder = embedder or DEFAULT_EMBEDDER
         # Loaded before the documents are read: it may be missing, and reading may take long.
         model = model or load_embedder(embedder, for_build=True)
+    else:
+        _check_embedder(embedder, matrix)
+        if not empty:
+            _check_shards(shards, len(matrix))
     declared = ({} if demanded is None else {demanded: AttributeType.STRING}) | dict(schema or {})
     disk = disk or Disk()
     with atomic_directory(out, replace=force, locked=locked) as building:
@@ -120,18 +119,14 @@ def build(
         for folder in folders:
             folder.mkdir()
         schema = dict(declared)
-        if bare is not None:
-            matrix = bare
-        else:
-            read = _extending(schema, source)
-            with _written_documents(building, folders, read, schema, sources) as documents:
-                if given is None:
+        if documents is not None:
+            with _written_documents(building, folders, _extending(schema, documents), schema, sources) as store:
+                if matrix is None:
                     assert model is not None, "loaded above"
-                    matrix = _embed(documents, model, known_vectors, threads, progress)
-                elif len(given) == documents.last_row + 1:
-                    matrix = given
-                else:
-                    raise CollectionError(f"{len(given)} vectors do not match {documents.last_row + 1} documents")
+                    matrix = _embed(store, model, known_vectors, threads, progress)
+                elif len(matrix) != store.last_row + 1:
+                    raise CollectionError(f"{len(matrix)} vectors do not match {store.last_row + 1} documents")
+        assert matrix is not None, "given, or embedded"
         if ids is None and shards > 1:
             ids = np.arange(len(matrix))
         if ids is not None and ids.shape != (len(matrix),):
