@@ -265,24 +265,21 @@ class LogFollower:
     @property
     def at_end(self) -> bool:
         """Whether the open file is the one at its path, and `poll` would read nothing: a system call."""
-        if self.sequence < 0:
-            return True
-        with contextlib.suppress(OSError):
-            there = os.stat(self._path)
-            if there.st_size == self.end and os.path.samestat(there, self._file):
-                return self.sequence == self.first or not log_path(self._directory, self.sequence).exists()
-        return False
+        return self.sequence < 0 or (self._size_there() == self.end and not self._is_followed())
 
     @property
     def is_current(self) -> bool | None:
         """Whether the open file is still the file at its path, with all records read. None if the path is gone."""
-        if self.sequence < 0:
-            return True
+        size = self.end if self.sequence < 0 else self._size_there()
+        return None if size is None else size >= self.end
+
+    def _size_there(self) -> int | None:
+        """Return the size of the file at the path of the open one; -1 if it is another one, None if it is gone."""
         try:
             there = os.stat(self._path)
         except OSError:
             return None
-        return os.path.samestat(self._file, there) and there.st_size >= self.end
+        return there.st_size if os.path.samestat(there, self._file) else -1
 
     def _read(self) -> list[bytes]:
         if self._fd < 0:
