@@ -89,9 +89,9 @@ class Harness:
         self.embedder = Embedder(self)
         self.held = [self.hold(f"first {number}") for number in range(threads)]
 
-    def hold(self, text: str) -> Future[Embedded]:
+    def hold(self, text: str, part: Part | None = None) -> Future[Embedded]:
         begun = len(self.embedder.batches)
-        held = self.ask(text, flow=99)
+        held = self.ask(text, flow=99, part=part)
         until(lambda: len(self.embedder.batches) > begun)
         return held
 

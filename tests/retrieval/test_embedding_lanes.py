@@ -64,6 +64,21 @@ def test_what_niced_threads_leave_is_embedded_by_the_others_when_texts_of_prefil
     assert harness.embedder.niceness == [own, own, 19, own]
 
 
+def test_one_thread_less_embeds_probes_and_documents_while_texts_of_prefill_come_fast(
+    make: Callable[..., Harness],
+) -> None:
+    harness = make(threads=2)
+    harness.hold("by the niced thread that may", part="decode")
+    waiting = [harness.ask(f"probe {number}", part="decode") for number in range(4)]
+    assert harness.after(*waiting)[1:] == [[f"probe {number}" for number in range(4)]]
+    harness.embedder.gate.clear()
+    harness.now += 200_000_000
+    for number in range(2):
+        harness.hold(f"by niced thread {number}", part="decode")
+    harness.open()
+    assert set(harness.embedder.niceness[2:]) == {19}
+
+
 def test_a_gpu_that_fails_fails_its_batch_and_ends_the_worker_that_reports_statistics(harness: Harness) -> None:
     lost, other = harness.ask("lost"), harness.ask("other")
     assert len(harness.after(lost, other)) == 1, "the next batch would fail too"

@@ -18,13 +18,17 @@ _NICENESS, RECENT_NS = 19, 2_000_000_000
 """Of the others' threads, for so long after a text of prefill: 1.4% of a core that prefill keeps busy. With 10, a tenth
 of it, two texts of prefill were put on one core beside one of the others on the next, and its p99 was 1.9 times as
 long. Threads without it embed at other times, since any other process goes before niced ones too."""
+BUSY_NS = 100_000_000
+"""For so long after a text of prefill the others have a thread less, if they have several: with all cores busy, even
+with niced threads, texts of prefill waited for the event loop and for the interpreter's lock, and their p99 was twice
+that of prefill alone."""
 
 
 class Lane:
     """A queue and its threads; `lock` protects the queue and the sums. `on_end` is called without it.
 
-    `is_niced`: whether niced threads embed at present; there are as many of these as others. `behind`: the lane of
-    which this one's threads embed a text after `_TURNS` turns that left texts waiting.
+    `niced`: how many niced threads embed at present, at most `count`; 0: those that are not niced do. `behind`: the
+    lane of which this one's threads embed a text after `_TURNS` turns that left texts waiting.
     """
 
     def __init__(
@@ -36,7 +40,7 @@ class Lane:
         clock: Callable[[], int],
         on_end: Callable[[Texts, BaseException | None, int], None],
         *,
-        is_niced: Callable[[], bool] | None = None,
+        niced: Callable[[], int] | None = None,
         behind: "Lane | None" = None,
     ) -> None:
         self.queue = TextQueue()
@@ -46,7 +50,7 @@ class Lane:
         self._open: set[Texts] = set()
         self._threads: list[threading.Thread] = []
         self._ends: dict[int, float] = {}  # by thread: when its batch is expected to end, in ns
-        self._is_niced, self._behind = is_niced, behind
+        self._niced, self._behind = niced, behind
         self._leaving = 0  # turns in succession that left texts waiting
         self._closed = False
 
@@ -59,7 +63,7 @@ class Lane:
         deadline."""
         if len(self._open) >= self._limit and sum(one.begin_ns < 0 for one in self._open) >= self._limit:
             raise Overloaded(f"{self._limit} requests wait for embedding, the limit; try again later")
-        wait_ns = self.queue.wait_ns(flow, part, sum(map(size_of, texts)), self._count)
+        wait_ns = self.queue.wait_ns(flow, part, sum(map(size_of, texts)), self._embedding)
         expected = f"{len(self.queue)} texts wait for embedding, so this one would take about {wait_ns / 1e9:.2g} s"
         if len(self.queue) and 0 < max_wait_ns < wait_ns:
             raise Overloaded(f"{expected}; the limit is {max_wait_ns / 1e9:.2g} s; try again later")
@@ -70,14 +74,14 @@ class Lane:
         """Start the threads that do not run yet. Raises `Overloaded` if none can be."""
 
         def start(number: int) -> threading.Thread:
-            return start_thread(self._run, f"embedding_{number}", number >= self._count)
+            return start_thread(self._run, f"embedding_{number}", number)
 
-        start_missing(self._threads, self._count if self._is_niced is None else 2 * self._count, start)
+        start_missing(self._threads, self._count if self._niced is None else 2 * self._count, start)
 
     def add(self, texts: Texts) -> None:
         self.queue.push(texts)
         self._open.add(texts)
-        if self._is_niced is None:
+        if self._niced is None:
             self._changed.notify(len(texts.texts))
         else:
             self._changed.notify_all()  # of either kind
@@ -95,12 +99,12 @@ class Lane:
             thread.join(None if until is None else max(until - time.monotonic(), 0.0))
         return not any(thread.is_alive() for thread in self._threads)
 
-    def _run(self, niced: bool) -> None:
-        if niced:
+    def _run(self, number: int) -> None:
+        if number >= self._count:
             os.nice(_NICENESS)  # on Linux, of this thread
         while True:
             with self._changed:
-                while not (self._closed or (len(self.queue) and self._is_turn_of(niced))):
+                while not (self._closed or (len(self.queue) and self._is_turn_of(number))):
                     self._changed.wait(RECENT_NS / 1e9 if len(self.queue) else None)  # then it is its turn again
                 if self._closed:
                     return
@@ -119,9 +123,18 @@ class Lane:
             lane.finish(taken, ended, begin, self._clock())
             del taken, ended  # nothing is kept alive while the thread waits
 
-    def _is_turn_of(self, niced: bool) -> bool:
+    def _is_turn_of(self, number: int) -> bool:
+        """Whether a thread embeds at present; the niced ones have the numbers from `count` on."""
         none_niced = len(self._threads) <= self._count  # the system permits no more
-        return self._is_niced is None or none_niced or self._is_niced() is niced
+        if self._niced is None or none_niced:
+            return True
+        niced = self._niced()
+        return self._count <= number < self._count + niced if niced else number < self._count
+
+    @property
+    def _embedding(self) -> int:
+        """How many threads embed at present."""
+        return (0 if self._niced is None else self._niced()) or self._count
 
     def take(self, most: int) -> tuple[list[Waiting], dict[Texts, TrinityError | None]]:
         """Remove the texts of a turn; return them, and what has ended: cancelled, or too late. With the lock."""
@@ -150,7 +163,7 @@ class Lane:
         """Return the size of waiting texts that a thread takes, so that all threads end at about the same time."""
         busy_ns = sum(max(end - now, 0.0) for end in self._ends.values())
         busy_size = busy_ns / self.queue.ns_per_size if self.queue.ns_per_size else 0.0
-        return (self.queue.size + busy_size) / self._count
+        return (self.queue.size + busy_size) / self._embedding
 
     def embed(self, group: list[Waiting], ended: dict[Texts, TrinityError | None]) -> None:
         """Embed texts of one embedder and kind together; record the `Texts` that ended with an error."""
@@ -184,7 +197,7 @@ class Lane:
                 self.batches += 1
                 self.busy_ns += now_ns - begin_ns
             self._open.difference_update(ended)
-            if self._is_niced is not None:
+            if self._niced is not None:
                 self._changed.notify_all()  # it may be the turn of the other kind
         for texts, error in ended.items():
             self._on_end(texts, error, now_ns)

@@ -12,7 +12,8 @@ has threads of its own, so that it delays no other.
 
 Texts of prefill have threads of their own. While they come, those of probes and documents are embedded by niced
 threads: the kernel interrupts a batch of theirs when a text of prefill arrives, and leaves them the time that prefill
-does not use. While prefill uses all of it, its threads embed a text of theirs now and then.
+does not use, besides a core while texts of prefill come fast. While prefill uses all of it, its threads embed a text of
+theirs now and then.
 """
 
 import threading
@@ -25,7 +26,7 @@ import numpy as np
 
 from runtime.errors import DeviceFailed, Unavailable
 from runtime.retrieval.embedding.embedder import COMPUTED, Embedder, TextKind, Vectors
-from runtime.retrieval.embedding.lane import RECENT_NS, Lane
+from runtime.retrieval.embedding.lane import BUSY_NS, RECENT_NS, Lane
 from runtime.retrieval.embedding.text_queue import Part, Texts
 from runtime.retrieval.embedding.vector_cache import VectorCache
 
@@ -164,14 +165,17 @@ class EmbeddingStage:
                 self._lanes[embedder.name] = Lane(embedder.max_concurrency, turn, *shared)
             return self._lanes[embedder.name]
         if _PREFILL not in self._lanes:
-            others = Lane(self._threads, COMPUTED, *shared, is_niced=self._is_prefill_near)
+            others = Lane(self._threads, COMPUTED, *shared, niced=self._niced)
             self._lanes |= {_OTHERS: others, _PREFILL: Lane(self._threads, COMPUTED, *shared, behind=others)}
         if part == "prefill":
             self._prefill_ns = now
         return self._lanes[_PREFILL if part == "prefill" else _OTHERS]
 
-    def _is_prefill_near(self) -> bool:
-        return self._prefill_ns is not None and self._clock() < self._prefill_ns + RECENT_NS
+    def _niced(self) -> int:
+        """Return how many niced threads embed what is not prefill's at present; 0: those that are not niced do."""
+        if self._prefill_ns is None or (passed_ns := self._clock() - self._prefill_ns) >= RECENT_NS:
+            return 0
+        return max(self._threads - (passed_ns < BUSY_NS), 1)
 
     def _end(self, texts: Texts, error: BaseException | None, now_ns: int) -> None:
         """Give the callers the vectors, or an error."""
