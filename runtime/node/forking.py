@@ -3,7 +3,7 @@
     supervisor        requests, in turn                  template, without threads
                                                          imports what all workers use
                       ◀───────────────────────── ready
-                      roles ──────────────────────────▶  imports what they use
+                      roles ──────────────────────────▶  imports what they use; of none: whether it answers
                       ◀───────────────────────── ready
                       environment, descriptors ───────▶  fork ─▶ fork ─▶ the worker, which waits until the process
                       ◀───────────────────────────────── its pid ──┘     between has ended: its parent is then the
@@ -48,8 +48,8 @@ def serve(end: socket.socket, load: Callable[[Any], None], run: Run) -> None:
         if not message:
             return
         request = json.loads(message)
-        if roles := request.get("roles"):
-            load(roles)
+        if "roles" in request:
+            load(request["roles"])
             gc.freeze()
             end.send(READY)
             continue

@@ -8,6 +8,7 @@ import shutil
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -16,6 +17,7 @@ import pytest
 
 from runtime.node.forking import ONE_THREAD
 from runtime.node.supervisor.forks import Template
+from tests.clock import Clock
 
 ROOT = Path(__file__).parents[2]
 WAIT_S = 60
@@ -52,12 +54,12 @@ DESCRIPTORS: dict[str, int] = {}
 
 
 @pytest.fixture
-def template(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[[], Template]]:
+def template(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., Template]]:
     monkeypatch.setenv("PYTHONPATH", str(ROOT))
     with contextlib.ExitStack() as stack:
 
-        def start() -> Template:
-            made = Template((sys.executable, "-c", CODE))
+        def start(clock: Callable[[], float] = time.monotonic) -> Template:
+            made = Template((sys.executable, "-c", CODE), clock=clock)
             stack.callback(made.close)
             assert not made.can_fork("pool")  # it imports
             heard(made)
@@ -138,6 +140,33 @@ def test_a_process_that_was_killed_is_replaced(template: Callable[[], Template])
     with (worker := made.fork(ENVIRONMENT, DESCRIPTORS)).stdin:
         pass
     worker.wait(WAIT_S)
+
+
+def test_a_process_that_is_stopped_is_not_waited_for_and_replaced(template: Callable[..., Template]) -> None:
+    clock = Clock()
+    others = psutil.Process().children()
+    made = template(lambda: clock.now / 1e9)
+    (stopped,) = [child for child in psutil.Process().children() if child not in others]
+    stopped.suspend()
+    made.receive()
+    assert not made.can_fork("pool")  # it is asked whether it answers
+    stopped.resume()
+    heard(made)
+    assert made.can_fork("pool")
+    stopped.suspend()
+    for passed_s in (0.0, 5.0):
+        clock.advance(passed_s)
+        made.receive()
+        assert not made.can_fork("pool")
+    clock.advance(0.1)
+    made.receive()
+    assert not stopped.is_running()
+    assert not made.can_fork("pool")  # another one imports
+    heard(made)
+    assert made.can_fork("pool")
+    with (worker := made.fork(ENVIRONMENT, DESCRIPTORS)).stdin:
+        pass
+    assert worker.wait(WAIT_S) == 5
 
 
 def test_a_worker_is_forked_though_the_process_it_is_forked_from_is_killed_meanwhile(

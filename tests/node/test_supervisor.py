@@ -3,13 +3,14 @@
 import os
 import select
 import signal
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 
 from runtime.errors import EXIT_CONFIG, InvalidRequest, Unavailable
-from runtime.node.supervisor.admin import admin_request, restart_node, stop_node
+from runtime.node.supervisor.admin import admin_request, node_status, restart_node, stop_node
 from runtime.testing.waiting import eventually
 from tests.node.conftest import StartTiny
 from tests.node.tiny_node import (
@@ -53,6 +54,21 @@ def test_the_end_of_a_worker_wakes_the_supervisor(start_tiny: StartTiny) -> None
     for found in node.ready().workers:
         os.kill(found.pid, signal.SIGKILL)
         eventually(lambda pid=found.pid: not psutil.pid_exists(pid), 60, "the supervisor to see its end")  # type: ignore[misc]
+
+
+def test_the_supervisor_goes_on_while_the_process_from_which_workers_are_forked_is_stopped(
+    start_tiny: StartTiny,
+) -> None:
+    node = start_tiny()
+    first = worker(status := node.ready())
+    template = psutil.Process(node.template(status))
+    template.suspend()
+    os.kill(first.pid, signal.SIGKILL)
+    eventually(lambda: not psutil.pid_exists(first.pid), 60, "the supervisor to see its end")
+    assert worker(node_status(node.info)).pid == 0  # it answers
+    with suppress(psutil.NoSuchProcess):
+        template.resume()
+    node.eventually(lambda status: status.ready and worker(status).epoch == 2, "a new pool worker")
 
 
 @pytest.mark.parametrize("life", ["serve", "real serve"])

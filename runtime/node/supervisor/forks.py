@@ -3,6 +3,7 @@
 import contextlib
 import ctypes
 import json
+import logging
 import os
 import select
 import signal
@@ -20,8 +21,11 @@ COMMAND = (sys.executable, "-m", "runtime.worker_process")
 """Starts a template, with the descriptor of its socket as a further argument."""
 _HEAVY: Collection[Role] = ("prefill", "decode")  # they import torch: the template does before it forks them
 _NAME = "the process from which workers are forked"
-_REPLY_S = 30.0
+_FORK_S = 30.0
+_REPLY_S = 5.0
+"""Limit of its answer before it forks: the supervisor's loop does not wait for a template that is stopped."""
 _PR_SET_CHILD_SUBREAPER = 36
+log = logging.getLogger("supervisor")
 
 
 class Forked:
@@ -69,7 +73,7 @@ class Forked:
 
 
 class Template:
-    """The template: started with the first worker, and anew with the next one if it has ended.
+    """The template: started with the first worker, and anew with the next one if it has ended or does not answer.
 
     start_s: limit of `node` for its imports.
     """
@@ -81,6 +85,8 @@ class Template:
         self._process: subprocess.Popen[bytes] | None = None
         self._socket: socket.socket | None = None
         self._imports_since_s: float | None = None
+        self._asked_s: float | None = None  # since when it is to answer that it can fork
+        self._answers = False  # it has since the last `receive`
         self._wanted: set[Role] = set()
         self._loaded: set[Role] = set()
         self._failure = ""
@@ -94,7 +100,7 @@ class Template:
         if self._socket:
             return
         own, its = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
-        own.settimeout(_REPLY_S)
+        own.settimeout(_FORK_S)
         with contextlib.ExitStack() as on_error, its:
             on_error.callback(own.close)
             self._process = subprocess.Popen(
@@ -109,7 +115,9 @@ class Template:
         self._imports_since_s = self._clock()
 
     def receive(self) -> None:
-        """Notice that it has imported what it was to, has ended, or does not come to an end with its imports."""
+        """Notice that it has imported what it was to, has ended, does not come to an end with its imports, or does not
+        answer."""
+        self._answers = False
         while self._socket and select.select([self._socket], [], [], 0)[0]:
             try:
                 self._receive()
@@ -120,10 +128,13 @@ class Template:
         if self._socket and since_s is not None and self._clock() - since_s > self._start_s:
             self.close()
             self._failure = f"{_NAME} has not imported what they use within node.start_s = {self._start_s:g} s"
+        if self._socket and self._asked_s is not None and self._clock() - self._asked_s > _REPLY_S:
+            log.warning("%s did not answer within %g s: killed; another one is started", _NAME, _REPLY_S)
+            self.close()
 
     def import_wanted(self) -> None:
         """Have it import what the roles use that have been asked for, once all workers are forked that can be."""
-        if missing := sorted(self._wanted - self._loaded if self._socket and self._imports_since_s is None else ()):
+        if missing := sorted(self._wanted - self._loaded if self._socket and not self._is_busy else ()):
             self._imports_since_s = self._clock()
             self._loaded.update(missing)
             self._send({"roles": missing})
@@ -141,7 +152,12 @@ class Template:
                 self.start()
         if not self._socket:
             return True
-        return self._imports_since_s is None and (role in self._loaded or role not in _HEAVY)
+        if self._is_busy or (role in _HEAVY and role not in self._loaded):
+            return False
+        if not self._answers:
+            self._asked_s = self._clock()
+            self._send({"roles": ()})
+        return self._answers
 
     def fork(self, environment: Mapping[str, str], descriptors: Mapping[str, int]) -> Forked:
         """Return a new worker's process, with these environment variables, and descriptors by their names.
@@ -164,6 +180,10 @@ class Template:
             on_error.pop_all()
         return Forked(int(answer), stdin)
 
+    @property
+    def _is_busy(self) -> bool:
+        return self._imports_since_s is not None or self._asked_s is not None
+
     def _send(self, request: dict[str, Any], descriptors: Sequence[int] = ()) -> None:
         assert self._socket
         with contextlib.suppress(BrokenPipeError, ConnectionResetError):  # it has ended: the next `recv` says so
@@ -178,11 +198,12 @@ class Template:
             message = b""
         except TimeoutError:
             self.close()
-            raise ChildProcessError(f"{_NAME} did not answer within {_REPLY_S:g} s") from None
+            raise ChildProcessError(f"{_NAME} did not answer within {_FORK_S:g} s") from None
         if not message:
             raise ChildProcessError(f"{_NAME} ended with {describe_exit(self.close())}")
+        self._answers = True
         if message == READY:
-            self._imports_since_s = None
+            self._imports_since_s = self._asked_s = None
         return message
 
     def renew(self) -> None:
@@ -199,7 +220,7 @@ class Template:
             kill_group(self._process.pid)  # a process between it and a worker, too, and a worker that has not answered
             code = self._process.wait()
             _reap_group(self._process.pid)
-        self._socket = self._process = None
+        self._socket = self._process = self._asked_s = None
         return code
 
 
