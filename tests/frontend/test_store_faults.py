@@ -14,6 +14,7 @@ import openai
 import pytest
 
 from runtime.errors import EXIT_BUSY, CollectionBusy, CollectionError, NoRoom
+from runtime.retrieval.attributes.filters import AttributeBinding
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.ingestion.isolated_reader import IsolatedReader
 from runtime.retrieval.stores import indexing
@@ -22,6 +23,7 @@ from runtime.retrieval.stores.collection import ensure
 from runtime.retrieval.stores.file_folder import FileFolder
 from runtime.retrieval.stores.records import StoreFile
 from runtime.retrieval.writer_service import WriterService
+from runtime.serving.http.access import Access
 from runtime.serving.http.multipart import FORM_BYTES
 from runtime.serving.http.service import Settings
 from runtime.testing.waiting import eventually
@@ -216,6 +218,30 @@ def test_passages_that_a_full_disk_keeps_are_deleted_once_there_is_room(
         assert not full
         with CollectionReader(tmp_path / "collection") as reader:
             assert not reader.state.rows_of([f"{store}/{file}/0"])
+
+
+def test_a_file_whose_content_fills_the_disk_can_be_deleted_by_its_owner(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    keys = "0" * 20, "1" * 20
+    access = {keys[1]: Access({"notes": AttributeBinding("tenant", "acme")})}
+    transaction = Catalogue.transaction
+
+    def unless_full(catalogue: Catalogue) -> Any:
+        if any((tmp_path / "files").iterdir()):
+            raise NoRoom("the disk is full")
+        return transaction(catalogue)
+
+    monkeypatch.setattr(Catalogue, "transaction", unless_full)
+    settings = Settings("tiny", {"notes": 64}, api_keys=keys, access=access)
+    with store_node(tmp_path, settings) as cluster, cluster.client(keys[0]) as owner, cluster.client(keys[1]) as other:
+        file = upload(owner)
+        with pytest.raises(openai.NotFoundError):
+            other.files.delete(file)
+        assert owner.files.content(file).read()
+        assert owner.files.delete(file).deleted
+        assert not owner.files.list().data
+        assert not any((tmp_path / "files").iterdir())
 
 
 def test_a_file_that_is_added_changed_and_removed_while_it_is_indexed_ends_in_the_last_state(cluster: Cluster) -> None:

@@ -92,6 +92,14 @@ class StoreFile(msgspec.Struct, frozen=True, kw_only=True):
     rechunked: bool = False
 
 
+class NewFile(NamedTuple):
+    """What an uploaded file is. expires_s: its lifetime, 0: no end."""
+
+    name: str
+    purpose: str
+    expires_s: int = 0
+
+
 class NewEntry(NamedTuple):
     """A file to be added to a store."""
 

@@ -14,11 +14,10 @@ from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
-from typing import NamedTuple
 
 from msgspec.structs import replace
 
-from runtime.errors import BuildRefused, InvalidRequest, TrinityError, Unavailable
+from runtime.errors import BuildRefused, InvalidRequest, NoRoom, TrinityError, Unavailable
 from runtime.node.stores_config import StoresSection
 from runtime.retrieval.attributes.filters import Filter, Scalar
 from runtime.retrieval.embedding.embedder import Embedder
@@ -34,6 +33,7 @@ from runtime.retrieval.stores.records import (
     Batch,
     FileStatus,
     NewEntry,
+    NewFile,
     Store,
     StoredFile,
     StoreFile,
@@ -49,14 +49,6 @@ MAX_SEARCHED_STORES = 16
 _MAINTAIN_S = 60.0
 _TOUCH_S = 60
 log = logging.getLogger(__name__)
-
-
-class NewFile(NamedTuple):
-    """What an uploaded file is. expires_s: its lifetime, 0: no end."""
-
-    name: str
-    purpose: str
-    expires_s: int = 0
 
 
 class Stores:
@@ -164,13 +156,22 @@ class Stores:
     async def delete_file(self, id: str, tenant: str) -> None:
         """Delete a file, and remove it from all stores; returns when no search finds it any more."""
 
-        def delete() -> list[StoreFile]:
+        def forget() -> list[StoreFile]:
             with self._catalogue.transaction():
                 self._catalogue.get(StoredFile, id, tenant or None)
                 entries = [replace(entry, status="deleted") for entry in self._catalogue.stores_of(id)]
                 for entry in entries:
                     self._catalogue.put(entry)
                 self._catalogue.remove(StoredFile, id)
+            return entries
+
+        def delete() -> list[StoreFile]:
+            try:
+                entries = forget()
+            except NoRoom:  # there may be some without its content
+                self._catalogue.get(StoredFile, id, tenant or None)
+                self._files.remove(id)
+                return forget()
             self._files.remove(id)
             return entries
 

@@ -7,8 +7,8 @@ from starlette.requests import Request
 from starlette.responses import FileResponse, Response
 
 from runtime.errors import Forbidden, InvalidRequest
-from runtime.retrieval.stores.records import StoredFile, UnknownObject
-from runtime.retrieval.stores.service import NewFile, Stores
+from runtime.retrieval.stores.records import NewFile, StoredFile, UnknownObject
+from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import tenant_of
 from runtime.serving.http.multipart import Write, declared_bytes, receive_form
 from runtime.serving.http.responses import Json, json_response
