@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 from runtime.errors import CollectionBusy, CollectionError, OutputRefused, Unavailable
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections import bulk_load
-from runtime.retrieval.collections.description import ATTRIBUTES, DOCUMENTS, KEYWORDS, read_description
+from runtime.retrieval.collections.description import ATTRIBUTES, DOCUMENTS, KEYWORDS, MANIFEST, read_description
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.reader import CollectionReader
@@ -115,6 +115,24 @@ class _StoppingDisk(Disk):
     def sync_directory(self, directory: Path) -> None:
         self._count()
         super().sync_directory(directory)
+
+
+@pytest.mark.parametrize("name", ["ids.npy", "codes.npy"])
+def test_a_damaged_array_of_an_old_directory_is_found_by_its_conversion_if_that_relies_on_it_else_later(
+    tmp_path: Path, golden: Path, name: str
+) -> None:
+    directory = Path(shutil.copytree(golden / "bare", tmp_path / "docs"))
+    array = np.load(directory / "index" / name, mmap_mode="r+")
+    array[-1] += 1  # the largest id: rows that are added later would begin one further
+    array.flush()
+    if name == "ids.npy":
+        with pytest.raises(CollectionError, match=r"docs/index/ids\.npy is damaged: its checksum"):
+            upgrade(Disk(), directory)
+        assert not (directory / MANIFEST).exists()
+    else:
+        upgrade(Disk(), directory)
+    with pytest.raises(CollectionError, match=rf"{name} is damaged: its checksum"):
+        CollectionReader.verify(directory)
 
 
 @pytest.mark.parametrize("kind", ["sharded", "bare", "without keywords"])

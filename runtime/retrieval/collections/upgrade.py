@@ -42,6 +42,8 @@ from runtime.retrieval.collections.segment import META, Contents, Segment, flat_
 from runtime.retrieval.collections.segment_build import new_segment, obsolete_files, seal_segment
 from runtime.retrieval.keywords.index import KeywordFile
 
+IDS = f"{INDEX}/ids.npy"
+
 
 def read_manifest(directory: Path) -> Manifest:
     """Return the manifest, or of a flat bulk load one of generation -1, without a schema. Raises `CollectionError`."""
@@ -83,6 +85,8 @@ def upgrade(disk: Disk, directory: Path) -> None:
         for info in flat.segments:
             with closing(Segment(directory, info, description)) as segment:
                 schema |= segment.columns.schema
+                if ids := segment.files.get(IDS):  # the other arrays keep their checksums, which `verify` compares
+                    verify_file(*ids)
                 next_row = max(next_row, 1 + int(segment.rows.max()))
             # One with another file than the flat one has another number: readers open it as any new segment.
             number = info.number + description.shards if lacks_keywords else info.number
