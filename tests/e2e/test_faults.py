@@ -267,6 +267,20 @@ def test_sigint_drains_requests_in_flight_and_leaks_nothing(mortal: Node) -> Non
     assert leftovers(token, pids, mortal.run_dir) == []
 
 
+def test_requests_whose_worker_dies_in_a_drain_end_with_an_error_without_waiting_for_its_end(mortal: Node) -> None:
+    long = BODY | {"prompt": "a" * 100, "max_tokens": 1900, "retrieval": False}
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(end_of, mortal, long) for _ in range(2)]
+        in_flight(mortal, 2, "trinity_num_requests_running")
+        os.kill(mortal.pid("decode-0"), signal.SIGSTOP)  # they do not end before it is killed
+        mortal.process.send_signal(signal.SIGINT)
+        draining = {"frontend-0": "draining"}
+        mortal.wait(lambda: draining.items() <= {w.name: w.phase for w in mortal.status().workers}.items())
+        mortal.kill("decode-0")
+        assert [end.result() for end in ends] == ["worker_lost"] * 2
+    assert mortal.process.wait(timeout=60) == 0
+
+
 def test_a_second_node_in_the_same_run_directory_is_refused(node: Node) -> None:
     with pytest.raises(RuntimeError, match="a node already runs in"):
         Node(node.config)

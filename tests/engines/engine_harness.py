@@ -20,7 +20,7 @@ from runtime.engines.openai.server import Server
 from runtime.errors import (
     TrinityError,
 )
-from runtime.node.engine_config import OpenAiSection, Stage
+from runtime.node.engine_config import OpenAiSection, ServedSection, Stage
 from runtime.node.metrics.table import WorkerTable
 from runtime.retrieval.collection_summary import CollectionSummary
 from runtime.retrieval.passages import NO_TIMES, FoundPassages, OnRead, Passage
@@ -113,16 +113,17 @@ async def running_engine(
     handover_tokens: int | Literal["auto"] = "auto",
     overlap_weight: float = 1.0,
     table: WorkerTable | None = None,
+    served: ServedSection | None = None,
     **section: Any,
 ) -> AsyncIterator[EngineHarness]:
     """Run an engine over one fake server per behaviour; with `sockets`, over HTTP at Unix sockets in that directory.
 
-    `stages`: the stage of each server.
+    `stages`: the stage of each server. `served`: the configuration, by default of servers that run already.
     """
     wanted = behaviours or (Behaviour(),)
     fakes = [FakeServer(replace(behaviour, breaks_after=None, hangs_after=None, refuses=None)) for behaviour in wanted]
     urls = tuple(f"{URL.replace('fake', f'fake{number}')}" for number in range(len(fakes)))
-    settings = structs.replace(OpenAiSection(name=MODEL, url=urls), **section)
+    settings = served or structs.replace(OpenAiSection(name=MODEL, url=urls), **section)
     clock, library, ended = Clock(), FakeSearch(), list[RequestOutcome]()
     listening: list[asyncio.Server] = []
     networks: list[Http] = []

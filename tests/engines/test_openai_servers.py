@@ -7,15 +7,17 @@ import pytest
 from runtime.errors import (
     ContextLengthExceeded,
     EngineFailed,
+    EngineUnreachable,
     InvalidRequest,
     Overloaded,
     TrinityError,
     WorkerLost,
 )
+from runtime.node.engine_config import OpenAiSection, ServedSection, VllmSection
 from runtime.serving.frontend.engine import RestartLimits
 from runtime.serving.frontend.requests import Relayed
 from tests.engines.engine_harness import SERVER_KINDS, error_of, read_answer, running_engine, until
-from tests.engines.fake_openai import Behaviour
+from tests.engines.fake_openai import MODEL, URL, Behaviour
 
 
 async def test_an_idle_server_that_stops_is_detected_within_five_seconds() -> None:
@@ -61,6 +63,24 @@ async def test_a_server_that_is_down_costs_no_request_while_another_is_up() -> N
         assert all(len(one.ids) == 4 for one in told)
         assert not harness.fakes[0].asked
         assert [ended.code for ended in harness.ended] == ["length"] * 4
+
+
+@pytest.mark.parametrize("served", [VllmSection(name=MODEL), OpenAiSection(name=MODEL, url=URL)])
+async def test_while_the_node_stops_no_request_waits_for_a_server_that_it_would_start(served: ServedSection) -> None:
+    async with running_engine(served=served, restarts=RestartLimits(3, 60_000_000_000)) as harness:
+        (backend,) = harness.engine.balancer.backends
+        harness.fake.behaviour.down = True
+        harness.engine.balancer.mark_down(backend, EngineUnreachable("it was killed"))
+        harness.engine.expect_no_worker()
+        if isinstance(served, VllmSection):
+            with pytest.raises(EngineUnreachable, match="it was killed"):
+                harness.chat(max_tokens=4)
+            return
+        request = harness.chat(max_tokens=4)
+        harness.fake.behaviour.down = False
+        harness.clock.now = max(harness.clock.now, backend.next_check_ns)
+        harness.engine.tick()
+        assert len((await read_answer(request)).ids) == 4
 
 
 @pytest.mark.parametrize("kind", ["tokens", "chat", "text"])

@@ -88,6 +88,27 @@ async def test_a_request_that_waits_too_long_fails_with_the_original_reason() ->
         assert harness.codes == ["worker_lost"]
 
 
+async def test_while_the_node_stops_a_request_is_restarted_on_a_worker_that_is_left_and_waits_for_none() -> None:
+    async with running_link(restarts=3) as harness:
+        workers = await cast(harness)
+        request = harness.submit(timeout_s=600)
+        first = await sent(workers, request)
+        harness.link.expect_no_worker()
+        harness.link.worker_lost(first.decode_worker, "killed")
+        left = (await sent(workers, request)).decode_worker
+        assert left != first.decode_worker
+        harness.link.worker_lost(left, "killed")
+        error = await error_of(request)
+        assert isinstance(error, WorkerLost)
+        assert (
+            error.message == f"decode worker '{left}' was lost: killed, and no other worker accepted it: no decode "
+            "worker is ready; try again later"
+        )
+        with pytest.raises(Unavailable, match="no decode worker is ready"):
+            harness.submit("r2")
+        assert (harness.codes, harness.router.in_flight) == (["worker_lost"], 0)
+
+
 async def test_restarts_are_bounded() -> None:
     async with running_link(restarts=2) as harness:
         workers = await cast(harness)

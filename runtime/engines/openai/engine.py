@@ -25,7 +25,7 @@ from runtime.errors import (
     WorkerLost,
 )
 from runtime.node.api_keys import read_engine_key
-from runtime.node.engine_config import OpenAiSection, ServedSection
+from runtime.node.engine_config import OpenAiSection, ServedSection, VllmSection
 from runtime.node.metrics.table import WorkerTable
 from runtime.node.retrieval_config import ProbesSection, PromptsSection
 from runtime.node.worker import Worker
@@ -87,6 +87,10 @@ class OpenAiEngine(Engine):
     def _begin(self, request: Request, sent: dict[str, Any]) -> None:
         writer = AnswerWriter(request, sent, self._deps, partial(self._emit, request))
         self._tasks[request] = asyncio.create_task(self._run(request, writer))
+
+    def expect_no_worker(self) -> None:
+        if isinstance(self._deps.section, VllmSection):  # servers of the node
+            self._deps.restarts = RestartLimits(self._deps.restarts.times)
 
     @property
     def restarts(self) -> int:

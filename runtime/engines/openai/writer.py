@@ -43,9 +43,9 @@ log = logging.getLogger(__name__)
 Json = dict[str, Any]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Dependencies:
-    """Objects that all requests of the engine share."""
+    """Objects that all requests of the engine share. `restarts` changes as the node stops."""
 
     balancer: LoadBalancer
     search: Collections

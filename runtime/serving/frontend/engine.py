@@ -96,6 +96,10 @@ class Engine(ABC):
         for request in self.requests.all():
             self._fail(request, error)
 
+    def expect_no_worker(self) -> None:  # noqa: B027  (optional hook)
+        """The node stops, and starts no process any more: a request that loses its worker from now on is restarted on
+        one that is left, or ends. Servers that the node does not run may return. Idempotent."""
+
     @abstractmethod
     def missing(self) -> Sequence[str]:
         """Return the names of missing roles or servers; empty when the engine is ready."""

@@ -123,6 +123,9 @@ class WorkerLink(Engine):
     def malformed(self) -> int:
         return self._malformed.count
 
+    def expect_no_worker(self) -> None:
+        self._limits = RestartLimits(self._limits.times)
+
     def worker_lost(self, name: str, reason: str) -> None:
         """Remove a worker and restart its requests. A supervisor that detects the loss earlier may call it, too."""
         peer = self._peers.get(name)

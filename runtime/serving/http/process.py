@@ -257,6 +257,8 @@ async def _heartbeat(
                 answers.close()
             for server in servers:
                 server.should_exit = server.should_exit or readiness.notice_elapsed or not node_stops
+            if node_stops:
+                engine.expect_no_worker()
             stopping_at = stopping_at or time.monotonic()
             if time.monotonic() > stopping_at + drain_s:  # the supervisor kills it soon: end the rest with an error
                 engine.end_all(Unavailable("the node stopped before the answer was complete"))
