@@ -112,6 +112,18 @@ def test_an_uploaded_file_is_one_of_the_collections_files(client: openai.OpenAI)
     assert client.files.retrieve(made.id).filename == "leave.md"
 
 
+def test_a_document_that_looks_like_a_passage_of_a_store_is_one_of_the_collection(client: openai.OpenAI) -> None:
+    store = client.vector_stores.create().id
+    made = client.vector_stores.files.upload_and_poll(vector_store_id=store, file=("secret.md", LEAVE))
+    attributes = [{"store": "x"}, {"store": store, "file": made.id}]
+    written = [{"id": f"vs_{at}", "text": "lantern", "attributes": had} for at, had in enumerate(attributes)]
+    client.put("/collections/docs/documents", cast_to=object, body={"documents": written})
+    results = client.vector_stores.search("docs", query="lantern", max_num_results=2)
+    assert {one.file_id: (one.filename, one.attributes) for one in results} == {
+        f"vs_{at}": (f"vs_{at}", had) for at, had in enumerate(attributes)
+    }
+
+
 def test_attributes_filter_a_search_of_the_collection_and_can_be_changed(client: openai.OpenAI) -> None:
     file = upload(client)
     client.vector_stores.files.create_and_poll(

@@ -198,8 +198,9 @@ class _Answer:
         if retrieved.ranking:
             self._builder.ranking = ranking_json(retrieved.ranking)
         given = dict(zip((one.id for one in retrieved.passages), retrieved.texts, strict=False))
-        metric = self._conversation.metric
-        for passage, result in await results_of(self._stores, retrieved.passages):
+        metric, searched = self._conversation.metric, self._conversation.retrieval
+        collection = searched.collection if searched else ""
+        for passage, result in await results_of(self._stores, collection, retrieved.passages):
             self._builder.add_result({
                 "file_id": result["file_id"],
                 "filename": result["filename"],

@@ -19,6 +19,7 @@ from starlette.responses import Response
 
 from ipc import SearchSpec
 from runtime.errors import InvalidRequest, TrinityError
+from runtime.node.stores_config import STORES
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import RERANKED, FoundPassages, Passage
 from runtime.retrieval.search.query import Query, Rerank
@@ -180,7 +181,7 @@ class StoreRoutes:
         threshold = ranking.score_threshold if rerank is None else -math.inf
         kept = [(passage, score) for passage, score in scores[: body.max_num_results] if score >= threshold]
         score_by_id = {passage.id: score for passage, score in kept}
-        results = await results_of(self._stores, [passage for passage, _ in kept])
+        results = await results_of(self._stores, collection, [passage for passage, _ in kept])
         page: Json = {
             "object": "vector_store.search_results.page",
             "search_query": body.query,
@@ -268,9 +269,10 @@ def distance_of(score: float, metric: str) -> float:
     return 1.0 - score if metric == "cosine" else -score
 
 
-async def results_of(stores: Stores | None, passages: Sequence[Passage]) -> list[tuple[Passage, Json]]:
-    """Return passages as results, without those of files that were removed from clients' stores meanwhile."""
-    own = [one for one in passages if one.id.startswith(STORE_PREFIX) and STORE in one.attributes]
+async def results_of(stores: Stores | None, collection: str, passages: Sequence[Passage]) -> list[tuple[Passage, Json]]:
+    """Return passages of a collection as results, without those of files that were removed from clients' stores
+    meanwhile."""
+    own = passages if collection == STORES else ()  # others may have the same attributes
     keys = {one.id: (str(one.attributes[STORE]), str(one.attributes[FILE])) for one in own}
     known = {} if stores is None or not keys else await stores.names(list(keys.values()))
     results: list[tuple[Passage, Json]] = []
