@@ -226,7 +226,7 @@ class EmbeddingSection(Section, frozen=True):
 class CollectionSection(Section, frozen=True):
     """A collection that the pool serves.
 
-    - `name`: its name in requests.
+    - `name`: its name in requests; with `[stores]` it may not begin with `vs_`.
     - `path`: its directory.
     - `shards`: number of shards that it was built with. Worker i of the pool serves shard i mod `shards`.
     - `required`: whether a collection that is missing or damaged prevents the node's start. Otherwise, and after the

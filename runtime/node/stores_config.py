@@ -8,6 +8,8 @@ from runtime.node.engine_config import FilePath, Section
 
 STORES = "@stores"
 """Internal name of the collection of all stores' passages; a configuration cannot contain it."""
+STORE_PREFIX = "vs_"
+"""Of the ids of the stores that clients make, as OpenAI's."""
 
 
 class StoresSection(Section, frozen=True):

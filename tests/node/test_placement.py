@@ -100,6 +100,10 @@ REFUSED: list[tuple[dict[str, Any], str]] = [
     ({"collections": [GONE]}, "collections: 'x': no such directory: /nowhere"),
     ({"collections": [GONE | {"required": False}] * 2}, "collections: the name 'x' is used twice"),
     (
+        {"stores": {"path": "s"}, "collections": [GONE | {"name": "vs_x", "required": False}]},
+        "collections: the name 'vs_x' begins with 'vs_', as the ids of the vector stores",
+    ),
+    (
         MODEL | {"prefill": {"devices": ["cuda:0"]}},
         "prefill.devices and decode.devices: decode-0 is on the CPU and prefill-0 on 'cuda:0'",
     ),

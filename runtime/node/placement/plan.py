@@ -16,6 +16,7 @@ from runtime.node.engine_config import BLOCK_TOKENS, OpenAiSection, ServedSectio
 from runtime.node.placement.pool_placement import pool_partners, worker_devices
 from runtime.node.placement.vllm import check_vllm
 from runtime.node.retrieval_config import TRIGGERS, installed_triggers
+from runtime.node.stores_config import STORE_PREFIX
 from runtime.node.worker_config import KvWorkerSection, WorkerSection
 
 CPU = "cpu"
@@ -341,6 +342,11 @@ def _check_collections(config: NodeConfig) -> None:
         if collection.name in seen:
             raise ConfigError(f"collections: the name {collection.name!r} is used twice")
         seen.add(collection.name)
+        if config.stores.path and collection.name.startswith(STORE_PREFIX):
+            raise ConfigError(
+                f"collections: the name {collection.name!r} begins with {STORE_PREFIX!r}, as the ids of the vector "
+                "stores do that clients make: rename it, or leave out [stores]"
+            )
         if collection.required and not Path(collection.path).is_dir():
             raise ConfigError(f"collections: {collection.name!r}: no such directory: {collection.path}")
         if config.pool.workers % collection.shards:

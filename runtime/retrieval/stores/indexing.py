@@ -19,7 +19,7 @@ from msgspec.structs import replace
 
 from runtime.errors import BuildRefused, CollectionBusy, InvalidFilter, NoRoom, Overloaded, TrinityError, Unavailable
 from runtime.files import read_regular
-from runtime.node.stores_config import STORES
+from runtime.node.stores_config import STORE_PREFIX, STORES
 from runtime.retrieval.attributes.filters import Comparison, Filter, Scalar
 from runtime.retrieval.collections.files import SOURCE
 from runtime.retrieval.collections.validation import UpsertDocument
@@ -34,7 +34,7 @@ from runtime.retrieval.stores.catalogue import Catalogue
 from runtime.retrieval.stores.collection import STORE, file_filter, stored_attributes
 from runtime.retrieval.stores.configured import ConfiguredCollections, document_attributes
 from runtime.retrieval.stores.file_folder import FileFolder
-from runtime.retrieval.stores.records import STORE_PREFIX, Chunking, ErrorCode, FileStatus, Store, StoredFile, StoreFile
+from runtime.retrieval.stores.records import Chunking, ErrorCode, FileStatus, Store, StoredFile, StoreFile
 from runtime.retrieval.writer_service import Stored, WriterService
 
 CONCURRENT_FILES = 4

@@ -12,8 +12,6 @@ from runtime.retrieval.attributes.filters import Scalar
 FileStatus = Literal["in_progress", "completed", "cancelled", "failed", "deleted"]
 """`deleted`: hidden from clients, until its passages are deleted from the collection."""
 ErrorCode = Literal["server_error", "unsupported_file", "invalid_file"]
-STORE_PREFIX = "vs_"
-"""Of the ids of stores that clients made."""
 
 
 class UnknownObject(InvalidRequest):

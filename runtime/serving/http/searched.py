@@ -6,10 +6,10 @@ from starlette.requests import Request
 
 from ipc import SearchSpec
 from runtime.errors import InvalidRequest, UnknownCollection
-from runtime.node.stores_config import STORES
+from runtime.node.stores_config import STORE_PREFIX, STORES
 from runtime.retrieval.attributes.filters import Filter, filter_bytes
 from runtime.retrieval.search.query import Query, Rerank
-from runtime.retrieval.stores.records import STORE_PREFIX, Store
+from runtime.retrieval.stores.records import Store
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import Access, access_of, tenant_of
 from runtime.serving.http.api_types import RetrievalOptions

@@ -19,13 +19,13 @@ from starlette.responses import Response
 
 from ipc import SearchSpec
 from runtime.errors import InvalidRequest, TrinityError
-from runtime.node.stores_config import STORES
+from runtime.node.stores_config import STORE_PREFIX, STORES
 from runtime.retrieval.attributes.filters import filter_bytes
 from runtime.retrieval.passages import RERANKED, FoundPassages, Passage
 from runtime.retrieval.search.query import Query, Rerank
 from runtime.retrieval.stores.catalogue import Usage
 from runtime.retrieval.stores.collection import FILE, FILENAME, STORE
-from runtime.retrieval.stores.records import STORE_PREFIX, NewEntry, Store, new_id
+from runtime.retrieval.stores.records import NewEntry, Store, new_id
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import access_of, tenant_of
 from runtime.serving.http.api import Api
