@@ -140,10 +140,15 @@ class IndexData:
 _WORD = 64
 
 
-def bitmap(allowed: npt.NDArray[np.bool_], size: int) -> npt.NDArray[np.uint64]:
-    """Pack bool [size] into a bitmap of uint64. Raises InvalidParams for another shape or type."""
+def check_mask(allowed: npt.NDArray[np.bool_], size: int) -> None:
+    """Raise InvalidParams if it is not bool [size]."""
     if allowed.shape != (size,) or allowed.dtype != bool:
         raise InvalidParams(f"allowed has dtype {allowed.dtype} and shape {allowed.shape}; bool [{size}] is needed")
+
+
+def bitmap(allowed: npt.NDArray[np.bool_], size: int) -> npt.NDArray[np.uint64]:
+    """Pack bool [size] into a bitmap of uint64. Raises InvalidParams for another shape or type."""
+    check_mask(allowed, size)
     packed = np.zeros(-(-size // _WORD) * _WORD // 8, np.uint8)
     packed[: -(-size // 8)] = np.packbits(allowed, bitorder="little")
     return packed.view(np.uint64)

@@ -10,7 +10,7 @@ import numpy.typing as npt
 from gpu.build.params import MAX_THREADS, BuildDevice, BuildParams, Progress, check_within, no_progress
 from gpu.errors import InvalidParams, InvalidVector
 from gpu.index import rows, storage
-from gpu.index.data import IndexData, bitmap, fastest_bits
+from gpu.index.data import IndexData, bitmap, check_mask, fastest_bits
 from gpu.params import MAX_TOP_M, SearchParams
 
 
@@ -122,13 +122,14 @@ class GraphIndex:
         if allowed is None:
             nodes, distances = search(self.data, queries, params, threads)
             return self.data.ids_of(nodes), distances
-        bits, passing = bitmap(allowed, self.size), np.flatnonzero(allowed)
+        check_mask(allowed, self.size)
+        passing = np.flatnonzero(allowed)
         batched = len(np.atleast_1d(queries)) >= filtered.MIN_BATCH
         scan_rows = filtered.SCAN_ROWS_PER_ENTRY_BATCHED if batched else filtered.SCAN_ROWS_PER_ENTRY
         longer = int(filtered.filtered_top_m(top_m, len(passing), self.size, MAX_TOP_M, scan_rows))
         if not longer:
             return self.exact(queries, k, passing)
-        params = replace(params, top_m=longer)
+        params, bits = replace(params, top_m=longer), bitmap(allowed, self.size)
         nodes, distances = search(self.data, queries, params, threads, allowed=bits, min_allowed=top_m)
         return self.data.ids_of(nodes), distances
 

@@ -276,8 +276,8 @@ def _print_described(collection: CollectionReader) -> None:
         "embedder": _describe(collection.embedder),
     }.items():
         print(f"{name:13} {value}")
-    if collection.torn_bytes:
-        print(f"the last {collection.torn_bytes} bytes of the log are an incomplete record; the next writer cuts them")
+    if torn_bytes := collection.log.torn_bytes:
+        print(f"the last {torn_bytes} bytes of the log are an incomplete record; the next writer cuts them")
 
 
 @index_app.command()

@@ -41,7 +41,7 @@ def test_a_torn_log_is_truncated_after_the_last_whole_record_and_reported(tmp_pa
             assert len(contents(writer)) == kept
             writer.upsert([document("more", 99)])
         with CollectionReader(tmp_path / "a") as reader:
-            assert reader.torn_bytes == 0
+            assert reader.log.torn_bytes == 0
             assert len(contents(reader)) == kept + 1
 
 

@@ -302,7 +302,8 @@ def test_the_same_row_stands_for_a_document_in_two_results_of_a_query(
 
 
 def test_documents_that_were_merged_away_are_forgotten_after_a_while(writer: CollectionWriter) -> None:
-    now, rows, expected = 0.0, list[int](), ["text 0", "text 1", "text 2"]
+    now, rows = 0.0, list[int]()
+    expected: list[str | None] = ["text 0", "text 1", "text 2"]
     with CollectionDocuments(writer.directory, lambda: now) as store:
         for seed, now in enumerate((0.0, KEPT_S / 2, KEPT_S + 1)):
             rows.append(put(writer, seed))

@@ -82,20 +82,12 @@ class GrowingSegment(Part):
         self._replaced.update(zip(operation.successors, operation.replaced, strict=False))
         self.alive = self.alive.extended(len(operation.ids))
 
-    def replaced_by(self, rows: Rows, before: int) -> Rows:
-        """Return the rows before `before` that some rows replaced, at once or one after the other."""
-        replaced = []
-        for row in rows.tolist():
-            while row >= before:
-                row = self._replaced.get(row, -1)
-            replaced += [row] if row >= 0 else []
-        return np.array(replaced, np.int64)
-
-    def may_replace(self, row: int, old: int) -> bool:
-        """Whether a row replaced an older one, at once or one after the other, as far as growing rows tell."""
-        while row > old and row >= self.first:
+    def replaced_by(self, row: int, before: int) -> int:
+        """Return the last row before `before` that a row replaced, at once or one after the other, as far as growing
+        rows tell; the row itself if it is before; -1: none."""
+        while row >= before:
             row = self._replaced.get(row, -1)
-        return row >= 0
+        return row
 
     def add_postings(self, count: int, more: Callable[[], bool]) -> None:
         """Add rows to the keyword index until it has `count`, or after one or more `more` is false. Thread-safe."""
@@ -140,9 +132,8 @@ class GrowingSegment(Part):
             rest._by_id = {document.id: at for at, document in enumerate(rest.documents)}
             rest._replaced = {row: before for row, before in self._replaced.items() if row >= first}
             rest._reserve(len(rest.documents))
-            rest.alive = RowSet.of(np.ones(len(rest.documents), bool))
+            rest.alive = RowSet.of(self.alive.mask[begin:])
             rest._matrix[: rest.size] = self._matrix[begin : self.size]
-            rest.delete(self.dead_rows())
         return rest
 
     def _reserve(self, total: int) -> None:

@@ -16,6 +16,7 @@ from runtime.retrieval.keywords.index import Searched
 
 Rows = NDArray[np.int64]
 OnDocument = Callable[[Document], None]
+_WORD, _ALL = 64, np.uint64((1 << 64) - 1)
 
 
 def ignore(one: object) -> None:
@@ -49,8 +50,7 @@ class RowSet:
 
     def without(self, positions: Rows) -> "RowSet":
         """Return it without the rows at some positions; itself if none of them is in it."""
-        positions = np.unique(positions[self.at(positions)])
-        if not len(positions):
+        if not len(positions) or not len(positions := np.unique(positions[self.at(positions)])):
             return self
         bits = self.bits.copy()
         np.bitwise_and.at(bits.view(np.uint8), positions >> 3, ~(1 << (positions & 7)).astype(np.uint8))
@@ -58,7 +58,13 @@ class RowSet:
 
     def extended(self, more: int) -> "RowSet":
         """Return the set of a part that has more rows behind, with these."""
-        return RowSet.of(np.concatenate([self.mask, np.ones(more, bool)]))
+        words, (full, taken) = -(-(self.size + more) // _WORD), divmod(self.size, _WORD)
+        bits = np.full(words, _ALL)
+        bits[: len(self.bits)] = self.bits
+        if taken:
+            bits[full] |= _ALL << np.uint64(taken)
+        bits[-1:] &= _ALL >> np.uint64(words * _WORD - self.size - more)
+        return RowSet(bits, self.size + more, self.count + more)
 
 
 class Part(ABC):

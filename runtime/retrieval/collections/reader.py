@@ -161,11 +161,6 @@ class CollectionReader:
         return self.log.at_end
 
     @property
-    def torn_bytes(self) -> int:
-        """The incomplete end of the log."""
-        return self.log.torn_bytes
-
-    @property
     def was_written(self) -> bool:
         """Whether the collection was ever written to, except by a bulk load."""
         return self.state.sequence > 0
@@ -298,7 +293,7 @@ class CollectionReader:
                         raise CollectionError(f"{segment.store.path} does not have the documents of the index")
             if read_manifest(directory).generation != collection.manifest.generation:
                 raise CollectionError(f"{directory} was written to during the verification: verify it again")
-            torn_bytes = collection.torn_bytes
+            torn_bytes = collection.log.torn_bytes
         if not torn_bytes:
             return ""
         return f"the last {torn_bytes} bytes of the log are an incomplete record; the next writer cuts them"

@@ -101,7 +101,8 @@ def _visible(snapshot: Snapshot, filter: Filter | None, work: Work) -> list[Bits
     count = len(growing.postings)
     if count < len(passing[-1]):
         until = growing.first + count
-        rows = growing.replaced_by(until + np.flatnonzero(snapshot.alive[-1].mask[count:]), until)
+        newer = until + np.flatnonzero(snapshot.alive[-1].mask[count:])
+        rows = np.array([growing.replaced_by(row, until) for row in newer.tolist()], np.int64)
         for number, part in enumerate(snapshot.parts):
             at = part.positions(rows)
             at, passing[number] = at[at < len(passing[number])], passing[number].copy()

@@ -221,10 +221,12 @@ class Segment(Part):
         if self.index.data.ids is None:
             here = (rows >= 0) & (rows < self.size)
             return here, rows[here]
-        if self._order is None:
-            return locate_rows(self.rows, rows)
-        here, places = locate_rows(self.rows[self._order], rows)
-        return here, self._order[places]
+        places = np.searchsorted(self.rows, rows, sorter=self._order)
+        here = places < self.size
+        positions = places[here] if self._order is None else self._order[places[here]]
+        same = self.rows[positions] == rows[here]
+        here[here] = same
+        return here, positions[same]
 
     def vectors(self, positions: Rows) -> NDArray[np.float32]:
         return self.index.vectors(positions)
@@ -329,11 +331,3 @@ def sources_of(segments: Sequence[Segment]) -> Sources | None:
         return None
     files = {path: checksum for sources in of_segments for path, checksum in sources.files.items()}
     return Sources(of_segments[0].root, of_segments[0].passage_tokens, files)
-
-
-def locate_rows(rows: NDArray[np.int64], queried: NDArray[np.int64]) -> tuple[Bits, NDArray[np.int64]]:
-    """Return which of the queried rows are among `rows`, which ascend, and the positions of those."""
-    positions = np.searchsorted(rows, queried)
-    here = positions < len(rows)
-    here[here] = rows[positions[here]] == queried[here]
-    return here, positions[here]

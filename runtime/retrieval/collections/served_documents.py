@@ -154,10 +154,12 @@ class CollectionDocuments(CollectionReader):
         dead = list(compress(rows, deleted))
         ids = {row: one.id for row, one in zip(dead, self._read(dead), strict=True) if one is not None}
         living, versions = self.state.rows_of([*ids.values()]), dict[int, int | None]()
+        growing = self.state.growing
         for row, is_dead in zip(rows, deleted, strict=True):
             version = living.get(ids.get(row, "")) if is_dead else row
-            replaces = version is not None and self.state.growing.may_replace(version, row)
-            versions[row] = version if replaces else None
+            if version is not None and growing.replaced_by(version, max(row + 1, growing.first)) < 0:
+                version = None
+            versions[row] = version
         row_of = {version: row for row, version in sorted(versions.items())}
         return {row: None if version is None else row_of[version] for row, version in versions.items()}
 
@@ -176,13 +178,16 @@ class CollectionDocuments(CollectionReader):
                 if not self.current:
                     return None
                 self._current_ns = now_ns
-            recent, sequence = self._recent.find(rows), self.state.sequence
-            unsure = [row for row, one in recent.items() if one.shown_at != sequence]
+            recent, sequence, size, unsure = self._recent.find(rows), self.state.sequence, 0, list[int]()
+            for row, one in recent.items():
+                size += one.size
+                if one.shown_at != sequence:
+                    unsure.append(row)
             if len(recent) < len(rows) or (unsure and any(self.state.deleted(unsure))):
                 return None
             for row in unsure:
                 recent[row].shown_at = sequence
-            return [one.document for one in recent.values()], sum([one.size for one in recent.values()])
+            return [one.document for one in recent.values()], size
         finally:
             self._lock.release()
 

@@ -88,7 +88,7 @@ class CollectionWriter:
             opened.callback(os.close, self.lock_fd)
             upgrade(disk, directory)
             reader = opened.enter_context(CollectionReader(directory, prepare=Segment.check))
-            self.state, torn = reader.state, reader.torn_bytes
+            self.state, torn = reader.state, reader.log.torn_bytes
             reader.check_log()
             if reader.manifest.next_row >= MAX_ROWS:
                 last = reader.manifest.next_row - 1
