@@ -204,7 +204,7 @@ def test_with_a_pool_a_killed_prefill_worker_restarts_no_prompt_that_waits_and_a
 
     for worker, count in (("prefill-0", 12), ("decode-0", 24)):
         with ThreadPoolExecutor(12) as threads:
-            with slowed(pooled.pid("decode-0"), stopped_s=0.2):  # or it has answered six before anyone looks
+            with slowed(pooled.pid("decode-0"), stopped_s=0.5):  # or it has answered six before anyone looks
                 answers = [threads.submit(answer_of, pooled, body) for body in bodies]
                 eventually(partial(handed_over, count), WAIT_S, "12 hand-overs, of which six wait in decode")
             pooled.kill(worker)
