@@ -27,7 +27,14 @@ from runtime.retrieval.attributes.filters import AttributeBinding, Filter
 from runtime.retrieval.collections.description import is_collection
 from runtime.retrieval.collections.validation import UpsertDocument, check_batch
 from runtime.retrieval.collections.writer import CollectionWriter, WriterState
-from runtime.retrieval.embedding.embedder import Embedder, TextKind, Vectors, embedding_text
+from runtime.retrieval.embedding.embedder import (
+    Embedder,
+    EmbedderSpec,
+    TextKind,
+    Vectors,
+    embedder_name,
+    embedding_text,
+)
 from runtime.retrieval.fair_gate import FairLimit
 from runtime.retrieval.fair_threads import FairThreads
 
@@ -142,7 +149,7 @@ class WriterService:
         flow: int,
     ) -> _T:
         writer = await self._writer(name)
-        given = await self._with_vectors(name, documents, flow)
+        given = await self._with_vectors(name, writer.state.description.embedder, documents, flow)
         try:
             return await self._threads.run(flow, lambda: write(writer, given))
         except (NoRoom, CollectionBusy):
@@ -166,8 +173,9 @@ class WriterService:
         await self._filters.run(flow, evaluate)
 
     async def _with_vectors(
-        self, name: str, documents: Sequence[UpsertDocument], flow: int
+        self, name: str, spec: EmbedderSpec | None, documents: Sequence[UpsertDocument], flow: int
     ) -> Sequence[UpsertDocument]:
+        """Return the documents with vectors. spec: the embedder of the collection that is written to."""
         missing = [number for number, document in enumerate(documents) if document.vector is None]
         if not missing:
             return documents
@@ -178,6 +186,11 @@ class WriterService:
                 f"document {documents[missing[0]].id!r} has no vector, and collection {name!r} has no embedder",
                 "vector",
             ) from error
+        if spec is not None and embedder_name(spec) != embedder.name:
+            raise Unavailable(
+                f"collection {name!r} was built anew with the embedder {embedder_name(spec)}, and is served with "
+                f"{embedder.name}: reload it"
+            )
         given = list(documents)
         texts = [embedding_text(given[number].title, given[number].text) for number in missing]
         vectors, _ = await self._embed(embedder, texts, "passage", flow)

@@ -1,5 +1,6 @@
 """Writes to collections over HTTP: idempotent upserts and deletes, typed errors, durability over a restart."""
 
+import shutil
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,10 +17,11 @@ from runtime.retrieval.collections.bulk_load import create
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
-from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, TextKind, Vectors
+from runtime.retrieval.embedding.embedder import Embedder, HashingEmbedder, ServerSpec, TextKind, Vectors
 from runtime.retrieval.writer_service import WriterService
 from runtime.serving.http.service import Settings
 from tests.frontend.cluster import Cluster
+from tests.frontend.request_errors import assert_error
 
 DIM = 16
 HASHING = HashingEmbedder(DIM)
@@ -173,6 +175,17 @@ def test_deleting_needs_ids_or_a_filter(http: httpx.Client) -> None:
     for asked in ({}, {"ids": ["a"], "filter": {"type": "eq", "key": "n", "value": 1}}):
         assert delete(http, **asked).json()["error"]["message"] == "set either ids or filter"
     assert delete(http, filter={"type": "eq", "key": "n", "value": 1}).json()["error"]["code"] == "invalid_filter"
+
+
+def test_a_build_that_is_not_served_yet_gets_no_documents_with_the_vectors_of_another_embedder(
+    http: httpx.Client, directory: Path
+) -> None:
+    shutil.rmtree(directory / "notes")
+    create(directory / "notes", DIM, embedder=ServerSpec(name="words", dim=DIM, url="http://127.0.0.1:9/v1"))
+    refused = put(http, {"id": "a", "text": "a text"})
+    assert_error(refused, 503, "unavailable", None, "'notes' was built anew with the embedder words@")
+    assert "and is served with hashing-16: reload it" in refused.text
+    assert put(http, {"id": "a", "text": "a text", "vector": [1.0] * DIM}).status_code == 200
 
 
 @pytest.mark.parametrize(("error", "kept"), [(NoRoom("full"), True), (CollectionError("the disk failed"), False)])
