@@ -9,6 +9,7 @@ import httpx
 import openai
 import pytest
 
+from runtime.retrieval.stores.service import Stores
 from runtime.testing.waiting import eventually
 from tests.frontend.cluster import Cluster
 from tests.frontend.request_errors import assert_error
@@ -62,6 +63,18 @@ def test_a_store_is_made_updated_listed_and_deleted(client: openai.OpenAI) -> No
     with pytest.raises(openai.NotFoundError):
         client.vector_stores.retrieve(other.id)
     assert client.vector_stores.retrieve(made.id) == changed
+
+
+def test_a_store_that_is_deleted_while_stores_are_listed_is_left_out(
+    client: openai.OpenAI, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made, store_ids = client.vector_stores.create(), Stores.store_ids
+
+    async def with_a_deleted_one(stores: Stores, tenant: str) -> list[str]:
+        return ["vs_deleted", *await store_ids(stores, tenant)]
+
+    monkeypatch.setattr(Stores, "store_ids", with_a_deleted_one)
+    assert client.vector_stores.list(limit=2).data == [made]
 
 
 def test_a_name_that_is_too_long_is_refused_with_its_length(client: openai.OpenAI) -> None:

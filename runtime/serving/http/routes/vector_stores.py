@@ -25,7 +25,7 @@ from runtime.retrieval.passages import RERANKED, FoundPassages, Passage
 from runtime.retrieval.search.query import Query, Rerank
 from runtime.retrieval.stores.catalogue import Usage
 from runtime.retrieval.stores.collection import FILE, FILENAME, STORE
-from runtime.retrieval.stores.records import NewEntry, Store, new_id
+from runtime.retrieval.stores.records import NewEntry, Store, UnknownObject, new_id
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import access_of, tenant_of
 from runtime.serving.http.api import Api
@@ -111,7 +111,11 @@ class StoreRoutes:
         own = [] if self._stores is None else await self._stores.store_ids(tenant_of(http))
         collections = access_of(http).visible(self._settings.collections)
         names, more = page_names([*own, *collections], page_of(http.query_params))
-        return json_response(list_json([await self._store(name, http) for name in names], more))
+        listed = []
+        for name in names:
+            with suppress(UnknownObject):  # deleted meanwhile
+                listed.append(await self._store(name, http))
+        return json_response(list_json(listed, more))
 
     async def get_store(self, http: Request) -> Response:
         return json_response(await self._store(str(http.path_params["name"]), http))
