@@ -17,6 +17,7 @@ from runtime.retrieval.keywords.index import Searched
 Rows = NDArray[np.int64]
 OnDocument = Callable[[Document], None]
 _WORD, _ALL = 64, np.uint64((1 << 64) - 1)
+_BYTES = np.uint8(1) << np.arange(8, dtype=np.uint8)  # each bit of a byte of a bitmap
 
 
 def ignore(one: object) -> None:
@@ -45,16 +46,19 @@ class RowSet:
 
     def at(self, positions: Rows) -> Bits:
         """Return whether the rows at some positions are in the set."""
-        there: Bits = (self.bits.view(np.uint8)[positions >> 3] >> (positions & 7) & 1).astype(bool)
+        there: Bits = self.bits.view(np.uint8)[positions >> 3] & _BYTES[positions & 7] != 0
         return there
 
     def without(self, positions: Rows) -> "RowSet":
         """Return it without the rows at some positions; itself if none of them is in it."""
-        if not len(positions) or not len(positions := np.unique(positions[self.at(positions)])):
+        if len(positions) > 1:
+            positions = np.unique(positions)  # each counts once
+        gone = int(np.count_nonzero(self.at(positions)))
+        if not gone:
             return self
         bits = self.bits.copy()
-        np.bitwise_and.at(bits.view(np.uint8), positions >> 3, ~(1 << (positions & 7)).astype(np.uint8))
-        return RowSet(bits, self.size, self.count - len(positions))
+        np.bitwise_and.at(bits.view(np.uint8), positions >> 3, ~_BYTES[positions & 7])
+        return RowSet(bits, self.size, self.count - gone)
 
     def extended(self, more: int) -> "RowSet":
         """Return the set of a part that has more rows behind, with these."""
