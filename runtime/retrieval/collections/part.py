@@ -53,7 +53,7 @@ class RowSet:
         """Return it without the rows at some positions; itself if none of them is in it."""
         if len(positions) > 1:
             positions = np.unique(positions)  # each counts once
-        gone = int(np.count_nonzero(self.at(positions)))
+        gone = int(np.count_nonzero(self.at(positions))) if len(positions) else 0
         if not gone:
             return self
         bits = self.bits.copy()
