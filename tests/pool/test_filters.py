@@ -8,10 +8,11 @@ from typing import Any
 import numpy as np
 import pytest
 
+from gpu.index.data import bitmap
 from ipc import RingClient, SearchSpec
 from runtime.errors import InvalidFilter, InvalidRequest, Overloaded
 from runtime.node.placement.plan import NodePlan
-from runtime.pool.collections.scopes import InUse, Scopes, part_of
+from runtime.pool.collections.scopes import InUse, Part, Scopes
 from runtime.retrieval.attributes.columns import Columns
 from runtime.retrieval.attributes.filters import canonical, filter_bytes, parse_filter
 from runtime.retrieval.attributes.schema import AttributeType
@@ -176,7 +177,9 @@ class _Columns:
 
     def add(self, wanted: dict[str, Any], in_use: InUse = lambda _: False) -> tuple[int, list[int]]:
         parsed = parse_filter(wanted)
-        return self.scopes.add(0, canonical(parsed), [part_of(0, self._columns.matching(parsed))], in_use)
+        passing = self._columns.matching(parsed)
+        part = Part(0, bitmap(passing, len(passing)), int(passing.sum()))
+        return self.scopes.add(0, canonical(parsed), [part], in_use)
 
 
 def test_scopes_beyond_the_byte_limit_are_evicted_unless_in_use() -> None:

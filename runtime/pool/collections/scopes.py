@@ -15,10 +15,8 @@ from typing import NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from gpu.index.data import bitmap
 from ipc.native.records import Array, Record, address_of, new_array, numpy_view, record
 from runtime.errors import InvalidRequest, Overloaded
-from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.evaluation import Work
 from runtime.retrieval.attributes.filters import Filter, binds, check_filter, decode_filter
 from runtime.retrieval.attributes.schema import Schema
@@ -55,12 +53,6 @@ class Part(NamedTuple):
     number: int
     bits: npt.NDArray[np.uint64] | None
     passing: int
-
-
-def part_of(index: int, passing: Bits) -> Part:
-    """Return the part of an index's rows that pass, bool [rows]."""
-    count = int(np.count_nonzero(passing))
-    return Part(index, None if count == len(passing) else bitmap(passing, len(passing)), count)
 
 
 class Parts:
