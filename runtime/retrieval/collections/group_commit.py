@@ -8,7 +8,7 @@ from pathlib import Path
 
 from runtime.errors import CollectionError, InternalError, TrinityError
 from runtime.retrieval.attributes.schema import Schema
-from runtime.retrieval.collections.disk import Disk, lock_is_current, storage_errors
+from runtime.retrieval.collections.disk import Disk, lock_is_current, storage_error, storage_errors
 from runtime.retrieval.collections.log import LogWriter, Operation, encode, log_path
 from runtime.retrieval.collections.state import State
 
@@ -132,22 +132,24 @@ class GroupCommit:
 
     def _store(self, operations: list[Operation]) -> TrinityError | None:
         """Log a record, sync it, and apply it; return the error."""
-        path, directory = self._log.path, self._state.directory
+        path = self._log.path
         try:
             self.check_directory()
-            with storage_errors(f"{path} cannot be written; nothing was stored"):
-                self._log.append(self._state.sequence, encode(operations))
-            self._failure = f"{path} cannot be synced; whether the last write is stored is unknown: reopen it"
-            with storage_errors(self._failure):
-                self._log.sync()
+            self._log.append(self._state.sequence, encode(operations))
         except CollectionError as error:
-            if self._failure:
-                self._failure = error.message  # with the reason
             return error
-        self._failure = f"{directory} lacks a write that is stored: reopen it"  # one after it would have its number
+        except (OSError, MemoryError) as error:
+            return storage_error(error, f"{path} cannot be written; nothing was stored")
+        try:
+            self._log.sync()
+        except OSError as error:
+            unknown = "whether the last write is stored is unknown: reopen it"
+            failed = storage_error(error, f"{path} cannot be synced; {unknown}")
+            self._failure = failed.message
+            return failed
         try:
             self._state.apply(operations)
-        except Exception as error:  # mostly of memory
-            return InternalError(f"{self._failure} ({error!r})")
-        self._failure = ""
+        except Exception as error:  # mostly of memory; a write after it would be numbered as it is
+            self._failure = f"{self._state.directory} lacks a write that is stored ({error!r}): reopen it"
+            return InternalError(self._failure)
         return None
