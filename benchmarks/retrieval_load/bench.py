@@ -8,7 +8,7 @@ DIR has text/squad11_passages.jsonl.gz and text/squad11_questions_{dev,train}.js
 defaults, no model, and one collection of the first passages; every question is another one, in random order. The load
 generator runs on the same cores. `raw` is the same embedder without a node: the best rate of one text at a time, and of
 batches of 64 on as many threads as there are cores. Without a node, too: `stage`, the embedding stage; `probes`,
-prefill's texts in it beside decode's; `build`, the documents of a build, beside fastembed if that is installed. `peer`
+prefill's texts beside decode's; `build`, the documents of a build, beside fastembed if that is installed. `peer`
 is Qdrant's client with fastembed, if both are installed (`pip install qdrant-client fastembed`): with the same model
 file, in memory, asked by threads of this process. `chats` are 16 at a time with retrieval from a node with a model:
 SmolLM2-135M, or DIR. On a machine that others use, compare processor times: of a node's, all of its processes and the
