@@ -206,8 +206,13 @@ def test_the_text_of_a_file_is_a_part_of_its_message_within_the_limit_of_a_promp
             client.responses.create(model="tiny", input=asked[1])
         with pytest.raises(openai.BadRequestError, match="cannot be read: there is no text in it"):
             client.responses.create(model="tiny", input=asked[2])
-        with pytest.raises(openai.NotFoundError, match="no file has the id 'file-none'"):
+        with pytest.raises(openai.NotFoundError, match="no file has the id 'file-none'") as unknown:
             client.responses.create(model="tiny", input=asked[3])
+        assert unknown.value.param == "input"
+        tool: Any = {"type": "file_search", "vector_store_ids": ["vs_none"]}
+        with pytest.raises(openai.NotFoundError, match="no vector store has the id 'vs_none'") as unknown:
+            client.responses.create(model="tiny", input="say=1", tools=[tool])
+        assert unknown.value.param == "tools[0].vector_store_ids"
 
 
 def test_a_tenants_responses_and_stores_are_its_own(tmp_path: Path) -> None:

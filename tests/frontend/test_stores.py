@@ -48,6 +48,12 @@ def test_a_file_is_uploaded_listed_read_and_deleted(client: openai.OpenAI, tmp_p
     assert [path.name for path in (tmp_path / "files").iterdir()] == [other]
 
 
+def test_an_unknown_end_of_a_page_is_refused_by_the_parameter(client: openai.OpenAI) -> None:
+    with pytest.raises(openai.NotFoundError, match="no file has the id 'file-none'") as refused:
+        client.files.list(after="file-none")
+    assert refused.value.param == "after"
+
+
 def test_a_store_is_made_updated_listed_and_deleted(client: openai.OpenAI) -> None:
     made = client.vector_stores.create(
         name="HR", metadata={"team": "hr"}, expires_after={"anchor": "last_active_at", "days": 7}

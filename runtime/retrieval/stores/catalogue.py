@@ -154,9 +154,14 @@ class Catalogue:
         label: the batch of a store's files, the purpose of files.
         """
         where, values = "AND status != 'deleted'", list[object]()
-        for id, later in ((page.after, not page.descending), (page.before, page.descending)):
+        for edge, id, later in (
+            ("after", page.after, not page.descending), ("before", page.before, page.descending),
+        ):  # fmt: skip
             if id:
-                self.get(kind, id, tenant, parent)
+                try:
+                    self.get(kind, id, tenant, parent)
+                except UnknownObject as error:
+                    raise UnknownObject(error.message, edge) from error
                 sign = ">" if later else "<"
                 where += f" AND number {sign} (SELECT number FROM records WHERE kind=? AND parent=? AND id=?)"
                 values += [_kind(kind), parent, id]

@@ -219,8 +219,8 @@ class Stores:
 
     async def filter(self, ids: Sequence[str], tenant: str, wanted: Filter | None) -> Filter:
         """Return the filter of a search in stores, as `store_filter`. Raises `InvalidRequest` for an expired one."""
-        if len(ids) > MAX_SEARCHED_STORES:
-            raise InvalidRequest(f"{len(ids)} vector stores are searched, the limit is {MAX_SEARCHED_STORES}")
+        if (count := len(ids)) > MAX_SEARCHED_STORES:
+            raise InvalidRequest(f"{count} vector stores are searched, the limit is {MAX_SEARCHED_STORES}", "id")
         stores = [await self.store(id, tenant) for id in dict.fromkeys(ids)]
         for store in stores:
             if self.is_expired(store):

@@ -13,7 +13,7 @@ from runtime.retrieval.stores.records import Store
 from runtime.retrieval.stores.service import Stores
 from runtime.serving.http.access import Access, access_of, tenant_of
 from runtime.serving.http.api_types import RetrievalOptions
-from runtime.serving.http.parsing import check_bytes
+from runtime.serving.http.parsing import check_bytes, params_named
 from runtime.serving.http.retrieval_body import PlainBody, RetrievalBody
 from runtime.serving.http.service import Settings
 from runtime.serving.messages import Retrieval
@@ -57,7 +57,8 @@ async def restricted(
     """
     own = [name for name in names if name.startswith(STORE_PREFIX)]
     if stores is not None and len(own) == len(names):
-        return STORES, await stores.filter(own, tenant_of(http), wanted)
+        with params_named({"id": param, "vector_store_id": param}):
+            return STORES, await stores.filter(own, tenant_of(http), wanted)
     if len(names) > 1:
         raise InvalidRequest(
             "several vector stores can be searched at once only if all of them were made by clients", param

@@ -32,7 +32,9 @@ from runtime.serving.http.searched import check_k, check_probe_tokens, restricte
 from runtime.serving.messages import Message, Retrieval, Retrieved, Sampling, Tokens
 from runtime.serving.model.text import last_question, passages_block, question_with_block
 
-_PARAMS = {"messages": "input", "max_tokens": "max_output_tokens", "filter": "tools[0].filters"}
+_PARAMS = {
+    "messages": "input", "max_tokens": "max_output_tokens", "filter": "tools[0].filters", "filters": "tools[0].filters",
+}  # fmt: skip
 
 
 @dataclass(frozen=True, slots=True)
@@ -133,7 +135,8 @@ class ResponsesRoutes:
             elif stores is None:
                 raise InvalidRequest("this node has no files: set [stores] in its configuration", "input")
             else:
-                text = await stores.text(part.id, tenant_of(http))
+                with params_named({"id": "input", "file_id": "input"}):
+                    text = await stores.text(part.id, tenant_of(http))
                 check_bytes(len(text), self._settings.max_prompt_bytes, "input")
                 texts.append(text)
         return "".join(texts)
