@@ -16,7 +16,7 @@ from runtime.retrieval.keywords.index import Searched
 
 Rows = NDArray[np.int64]
 OnDocument = Callable[[Document], None]
-_WORD, _ALL = 64, np.uint64((1 << 64) - 1)
+_WORD = 64  # bits
 _BYTES = np.uint8(1) << np.arange(8, dtype=np.uint8)  # each bit of a byte of a bitmap
 
 
@@ -51,24 +51,24 @@ class RowSet:
 
     def without(self, positions: Rows) -> "RowSet":
         """Return it without the rows at some positions; itself if none of them is in it."""
+        if not len(positions):
+            return self
         if len(positions) > 1:
             positions = np.unique(positions)  # each counts once
-        gone = int(np.count_nonzero(self.at(positions))) if len(positions) else 0
+        places, masks = positions >> 3, _BYTES[positions & 7]
+        gone = np.count_nonzero(self.bits.view(np.uint8)[places] & masks)
         if not gone:
             return self
         bits = self.bits.copy()
-        np.bitwise_and.at(bits.view(np.uint8), positions >> 3, ~_BYTES[positions & 7])
-        return RowSet(bits, self.size, self.count - gone)
+        np.bitwise_and.at(bits.view(np.uint8), places, ~masks)
+        return RowSet(bits, self.size, self.count - int(gone))
 
     def extended(self, more: int) -> "RowSet":
         """Return the set of a part that has more rows behind, with these."""
-        words, (full, taken) = -(-(self.size + more) // _WORD), divmod(self.size, _WORD)
-        bits = np.full(words, _ALL)
-        bits[: len(self.bits)] = self.bits
-        if taken:
-            bits[full] |= _ALL << np.uint64(taken)
-        bits[-1:] &= _ALL >> np.uint64(words * _WORD - self.size - more)
-        return RowSet(bits, self.size + more, self.count + more)
+        full, taken = divmod(self.size, _WORD)
+        last = ((1 << more) - 1) << taken | (int(self.bits[full]) if taken else 0)
+        words = np.frombuffer(last.to_bytes(-(-(taken + more) // _WORD) * _WORD // 8, "little"), np.uint64)
+        return RowSet(np.concatenate([self.bits[:full], words]), self.size + more, self.count + more)
 
 
 class Part(ABC):
