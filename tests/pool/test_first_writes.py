@@ -11,7 +11,7 @@ from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
 from runtime.testing.pool import plan_of
 from runtime.testing.waiting import until
-from tests.collections.flat_bulk_loads import flatten
+from tests.collections.bulk_loads import flatten
 from tests.pool.client_helpers import attached
 from tests.pool.conftest import MakeClient, MakePool, MakeServed
 from tests.pool.written_collection import DIM

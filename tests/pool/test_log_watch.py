@@ -7,7 +7,7 @@ import numpy as np
 
 from runtime.pool.collections.log_watch import LogWatch
 from runtime.retrieval.collections import bulk_load
-from tests.collections.flat_bulk_loads import flatten
+from tests.collections.bulk_loads import flatten
 from tests.collections.small_collections import DIM, documents, new_writer, open_writer
 
 

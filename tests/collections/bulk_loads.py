@@ -1,11 +1,13 @@
-"""Bulk loads in the layout of earlier versions."""
+"""Bulk loads of documents, also in the layout of earlier versions."""
 
 import shutil
 from pathlib import Path
 
+import numpy as np
 from msgspec import structs
 
 from runtime.retrieval.attributes.columns import Columns
+from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.description import (
     ATTRIBUTES,
     DESCRIPTION,
@@ -16,10 +18,31 @@ from runtime.retrieval.collections.description import (
     checksum_file,
     encode_with_checksum,
 )
-from runtime.retrieval.collections.documents import DocumentStore
+from runtime.retrieval.collections.documents import Document, DocumentStore
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.segment import sources_of
+from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.keywords.index import KeywordFile
+from tests.collections.small_collections import vector_of
+
+DIM = 16
+ROWS = 20
+
+
+def given(name: str, seed: int) -> UpsertDocument:
+    return UpsertDocument(name, f"text {seed}", f"title {seed}", {"year": seed}, vector_of(seed, DIM))
+
+
+def bulk(directory: Path, shards: int = 1, rows: int = ROWS) -> Path:
+    documents = [Document(f"d{n}", f"title {n}", f"text {n}", {"year": 2000 + n}) for n in range(rows)]
+    vectors = np.array([vector_of(n, DIM) for n in range(rows)])
+    bulk_load.build(documents, directory, metric="l2", degree=4, vectors=vectors, shards=shards)
+    return directory
+
+
+def nearest(reader: CollectionReader, seed: int, k: int = 1, **options: object) -> list[str]:
+    rows, _ = reader.search(vector_of(seed, DIM)[None], k, **options)  # type: ignore[arg-type]
+    return [one.id for one in reader.documents(rows[0][rows[0] >= 0].tolist()) if one is not None]
 
 
 def flatten(directory: Path, *, keywords: bool = True) -> Path:
