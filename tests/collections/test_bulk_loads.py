@@ -6,7 +6,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from runtime.errors import CollectionBusy, OutputRefused
+from runtime.errors import BuildRefused, CollectionBusy, OutputRefused
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections import bulk_load
 from runtime.retrieval.collections.description import read_description
@@ -43,6 +43,14 @@ def test_a_bulk_load_that_is_only_read_does_not_change(tmp_path: Path) -> None:
         reader.poll()
         assert len(nearest(reader, 3, k=5)) == 5
     assert sorted(path for path in directory.rglob("*")) == before
+
+
+@pytest.mark.parametrize("dim", [0, 16385])
+def test_no_vectors_of_a_dimension_that_no_collection_has_do_not_replace_one(dim: int, tmp_path: Path) -> None:
+    directory = bulk(tmp_path / "docs")
+    with pytest.raises(BuildRefused, match=rf"dim is {dim}, outside 1\.\.16384"):
+        bulk_load.build(np.empty((0, dim), np.float32), directory, force=True)
+    assert CollectionReader.verify(directory) == ""
 
 
 def test_a_collection_that_several_processes_ensure_is_created_once(

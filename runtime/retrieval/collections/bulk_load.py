@@ -109,7 +109,9 @@ def build(
         model = model or load_embedder(embedder, for_build=True)
     else:
         _check_embedder(embedder, matrix)
-        if not empty:
+        if empty:
+            check_arguments(check_within, "dim", matrix.shape[1], 1, MAX_DIM)
+        else:
             _check_shards(shards, len(matrix))
     declared = ({} if demanded is None else {demanded: AttributeType.STRING}) | dict(schema or {})
     disk = disk or Disk()
