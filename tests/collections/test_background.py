@@ -11,7 +11,8 @@ from unittest.mock import Mock
 import msgspec
 import pytest
 
-from runtime.errors import Overloaded
+from runtime.errors import CollectionError, Overloaded
+from runtime.retrieval.collections.description import SegmentInfo
 from runtime.retrieval.collections.disk import Disk
 from runtime.retrieval.collections.maintenance import (
     MAX_DELETED_SHARE,
@@ -112,6 +113,23 @@ def test_sealing_at_the_segment_limit_waits_for_a_merge(tmp_path: Path) -> None:
         assert writer.maintenance.merge_if_due(writer.maintenance.build_here)
         assert writer.maintenance.seal_if_due(writer.maintenance.build_here)
         assert len(contents(writer)) == MAX_SEGMENTS_PER_SHARD + 8
+
+
+def test_what_a_failed_seal_has_built_is_removed_at_once(tmp_path: Path) -> None:
+    def build_first(directory: Path, job: BuildJob) -> SegmentInfo | None:
+        if job.shard == 0:
+            return writer.maintenance.build_here(directory, job)
+        (directory / "segments" / str(job.number)).mkdir()  # its process is killed
+        raise CollectionError("exited with status -9")
+
+    with new_writer(tmp_path / "a", seal_rows=4, shards=2) as writer:
+        writer.upsert(documents(range(8)))
+        for _ in range(3):
+            with pytest.raises(CollectionError, match="status -9"):
+                writer.maintenance.seal_if_due(build_first)
+            assert not any((tmp_path / "a" / "segments").iterdir())
+        assert writer.maintenance.seal_if_due(writer.maintenance.build_here)
+        assert len(contents(writer)) == 8
 
 
 def test_a_build_for_which_no_process_can_be_started_is_retried_with_back_off(

@@ -15,6 +15,7 @@ import sys
 import threading
 from collections import Counter, defaultdict
 from collections.abc import Callable, Collection, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 
@@ -167,7 +168,11 @@ class Maintenance:
             self._next_segment += len(jobs)
             self.building |= {job.number for job in jobs}
         try:
-            built = [info for job in jobs if (info := build(self._state.directory, job)) is not None]
+            try:
+                built = [info for job in jobs if (info := build(self._state.directory, job)) is not None]
+            except BaseException:  # it is retried: what was built must not fill the disk
+                self._remove_built(jobs)
+                raise
             fresh = self._state.open_segments(built)
             try:
                 self._install({number for job in jobs for number in job.merged}, until, next_row, fresh)
@@ -203,6 +208,13 @@ class Maintenance:
                 self._disk.write_file(path, encode_with_checksum(manifest))
             self._state.advance(manifest, fresh)
             self._manifest = manifest
+
+    def _remove_built(self, jobs: Sequence[BuildJob]) -> None:
+        """Remove the segments of jobs that no manifest has named."""
+        with self._commits.lock, suppress(CollectionError):
+            self._commits.check_directory()  # else they may be another collection's
+            for job in jobs:
+                self._disk.remove(self._state.directory / "segments" / str(job.number))
 
     def _remove_obsolete_files(self) -> None:
         with self._commits.lock:  # so that no build begins or is installed in the meantime
