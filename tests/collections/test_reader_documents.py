@@ -11,13 +11,11 @@ import numpy as np
 import pytest
 from msgspec.structs import replace
 
-from gpu.index.data import bitmap
 from runtime.errors import CollectionError, InvalidFilter
 from runtime.retrieval.attributes.filters import Comparison
 from runtime.retrieval.collections.description import SegmentInfo
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.log import Upsert, decode, encode
-from runtime.retrieval.collections.part import RowSet
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.served_documents import (
     KEPT_S,
@@ -138,22 +136,6 @@ def test_a_write_that_is_applied_in_part_is_completed_before_segments_are_replac
         while reader.poll(budget_ns=1) or reader.applying:
             pass
         assert contents(reader) == contents(writer)
-
-
-@pytest.mark.parametrize("size", [0, 1, 64, 300])
-def test_a_set_of_rows_is_a_value_of_one_moment(size: int) -> None:
-    random, mask = np.random.default_rng(size), np.ones(size, bool)
-    rows = RowSet.of(mask)
-    for _ in range(9):
-        before, mask_before = rows, mask.copy()
-        gone, more = random.integers(0, len(mask), 5 if len(mask) else 0), int(random.integers(0, 70))
-        mask[gone] = False
-        mask = np.concatenate([mask, np.ones(more, bool)])
-        rows = rows.without(gone).extended(more)
-        for one, expected in ((rows, mask), (before, mask_before)):
-            assert one.mask.tolist() == one.at(np.arange(len(expected))).tolist() == expected.tolist()
-            assert one.bits.tolist() == bitmap(expected, len(expected)).tolist()
-            assert (one.size, one.count) == (len(expected), int(expected.sum()))
 
 
 def test_filters_are_checked_against_the_documents_of_now(tmp_path: Path) -> None:

@@ -80,7 +80,7 @@ class GrowingSegment(Part):
         total = self.size + len(operation.ids)
         self._by_id.update(zip(operation.ids, range(self.size, total), strict=True))
         self._replaced.update(zip(operation.successors, operation.replaced, strict=False))
-        self.alive = self.alive.extended(len(operation.ids))
+        self._alive = self._alive.extended(len(operation.ids))
 
     def replaced_by(self, row: int, before: int) -> int:
         """Return the last row before `before` that a row replaced, at once or one after the other, as far as growing
@@ -132,7 +132,7 @@ class GrowingSegment(Part):
             rest._by_id = {document.id: at for at, document in enumerate(rest.documents)}
             rest._replaced = {row: before for row, before in self._replaced.items() if row >= first}
             rest._reserve(len(rest.documents))
-            rest.alive = RowSet.of(self.alive.mask[begin:])
+            rest._alive = RowSet.of(self._alive.mask[begin:])
             rest._matrix[: rest.size] = self._matrix[begin : self.size]
         return rest
 

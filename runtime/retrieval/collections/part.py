@@ -25,7 +25,7 @@ def ignore(one: object) -> None:
 
 
 class RowSet:
-    """A set of the rows of a part, for example of those that are not deleted. Immutable.
+    """A set of the rows of a part, for example of those that are not deleted. Immutable once somebody else has it.
 
     bits: a bitmap (`gpu.index.data.bitmap`). size, count: number of rows of the part, and of those in the set.
     """
@@ -49,8 +49,11 @@ class RowSet:
         there: Bits = self.bits.view(np.uint8)[positions >> 3] & _BYTES[positions & 7] != 0
         return there
 
-    def without(self, positions: Rows) -> "RowSet":
-        """Return it without the rows at some positions; itself if none of them is in it."""
+    def without(self, positions: Rows, *, reuse: bool = False) -> "RowSet":
+        """Return it without the rows at some positions; itself if none of them is in it.
+
+        reuse: nobody else has it, so that its bitmap may become the result's.
+        """
         if not len(positions):
             return self
         if len(positions) > 1:
@@ -59,7 +62,7 @@ class RowSet:
         gone = np.count_nonzero(self.bits.view(np.uint8)[places] & masks)
         if not gone:
             return self
-        bits = self.bits.copy()
+        bits = self.bits if reuse else self.bits.copy()
         np.bitwise_and.at(bits.view(np.uint8), places, ~masks)
         return RowSet(bits, self.size, self.count - int(gone))
 
@@ -72,27 +75,32 @@ class RowSet:
 
 
 class Part(ABC):
-    """Rows at positions from 0 on, with their vectors, documents and attributes. Rows are deleted, never removed.
-
-    alive: those that are not deleted, as of now.
-    """
+    """Rows at positions from 0 on, with their vectors, documents and attributes. Rows are deleted, never removed."""
 
     def __init__(self, size: int) -> None:
-        self.alive = RowSet.of(np.ones(size, bool))
+        self._alive, self._given = RowSet.of(np.ones(size, bool)), False  # whether others may have it
+
+    @property
+    def alive(self) -> RowSet:
+        """The rows that are not deleted, as of now. The next deletion copies them: of many rows, that takes long."""
+        self._given = True
+        return self._alive
 
     @property
     def size(self) -> int:
         """Number of rows."""
-        return self.alive.size
+        return self._alive.size
 
     @property
     def count(self) -> int:
         """Number of rows that are not deleted."""
-        return self.alive.count
+        return self._alive.count
 
     def delete(self, rows: Rows) -> None:
         """Mark those of the rows that are in this part as deleted."""
-        self.alive = self.alive.without(self.positions(rows))
+        alive = self._alive.without(self.positions(rows), reuse=not self._given)
+        if alive is not self._alive:
+            self._alive, self._given = alive, False
 
     @property
     @abstractmethod
@@ -148,13 +156,13 @@ class Part(ABC):
     def has_alive(self, rows: Rows) -> Bits:
         """Return which of some rows are in this part and not deleted."""
         here, at = self.locate(rows)
-        here[here] = self.alive.at(at)
+        here[here] = self._alive.at(at)
         return here
 
     def alive_rows(self) -> Rows:
         """Return the rows that are not deleted."""
-        return self.rows[self.alive.mask]
+        return self.rows[self._alive.mask]
 
     def dead_rows(self) -> Rows:
         """Return the deleted rows."""
-        return self.rows[~self.alive.mask] if self.count < self.size else np.empty(0, np.int64)
+        return self.rows[~self._alive.mask] if self.count < self.size else np.empty(0, np.int64)
