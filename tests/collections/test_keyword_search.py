@@ -11,12 +11,15 @@ import numpy as np
 import pytest
 
 from runtime.errors import Unavailable
+from runtime.retrieval.attributes.columns import Bits
 from runtime.retrieval.attributes.filters import parse_filter
 from runtime.retrieval.collections.reader import CollectionReader
 from runtime.retrieval.collections.search import search_keywords
+from runtime.retrieval.collections.segment import Segment
 from runtime.retrieval.collections.served_documents import CollectionDocuments
 from runtime.retrieval.collections.validation import UpsertDocument
 from runtime.retrieval.collections.writer import CollectionWriter
+from runtime.retrieval.keywords.index import Searched
 from runtime.testing.waiting import until
 from tests.collections.small_collections import new_writer, open_writer, vector_of
 from tests.retrieval.sample_files import without_words
@@ -174,6 +177,25 @@ def test_replaced_documents_are_found_until_their_new_versions_are_in_the_index(
             assert find("entry", {"type": "eq", "key": "tenant", "value": "acme"}) == expected
             assert find("entry") == sorted([*expected, "first"])
             until(lambda number=number, expected=expected: find(f"entry{number}") == expected)  # type: ignore[misc]
+
+
+def test_a_search_finds_one_version_of_a_document_whose_newer_one_another_search_adds_meanwhile(
+    harness: KeywordHarness, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    harness.upsert(*MANY)
+    harness.writer.flush()
+    harness.upsert(*MANY)
+    searched, now = Segment.searched, itertools.count()
+    with CollectionReader(harness.documents.directory) as reader:
+
+        def searched_meanwhile(segment: Segment, visible: Bits) -> Searched | None:
+            reader.state.growing.add_postings(len(MANY), lambda: True)
+            return searched(segment, visible)
+
+        monkeypatch.setattr(Segment, "searched", searched_meanwhile)
+        rows, _ = search_keywords(reader.state, "entry", vector_of(0), 1000, None, LATER_NS, lambda: float(next(now)))
+        found = [one.id for one in reader.documents(rows.tolist()) if one is not None]
+    assert sorted(found) == sorted(MANY)
 
 
 def test_keyword_search_applies_filters(harness: KeywordHarness) -> None:

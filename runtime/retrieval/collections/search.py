@@ -107,6 +107,7 @@ def _visible(snapshot: Snapshot, filter: Filter | None, work: Work) -> list[Bits
             at = part.positions(rows)
             at, passing[number] = at[at < len(passing[number])], passing[number].copy()
             passing[number][at] = True if filter is None else part.passing(filter)[at]
+        passing[-1] = passing[-1][:count]  # another search may add the newer ones meanwhile
     return passing
 
 
