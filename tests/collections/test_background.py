@@ -132,6 +132,22 @@ def test_what_a_failed_seal_has_built_is_removed_at_once(tmp_path: Path) -> None
         assert len(contents(writer)) == 8
 
 
+def test_a_compaction_rewrites_one_shard_at_a_time_as_far_as_it_is_due(tmp_path: Path) -> None:
+    segments, counts = tmp_path / "a" / "segments", list[int]()
+    with new_writer(tmp_path / "a", shards=3) as writer:
+        for names in (range(30), range(20, 40)):
+            writer.upsert(documents(names))
+            writer.flush()
+        writer.compact(lambda *_: counts.append(len(list(segments.iterdir()))))
+        assert max(counts) == 7, "there need be no room for new files of all shards beside the old ones"
+        before = set(writer.state.segments)
+        writer.upsert([document("more", 1)])
+        writer.compact()
+        assert len(before & set(writer.state.segments)) == 2
+        assert len(writer.state.segments) == 3
+        assert set(contents(writer)) == {"more", *(str(number) for number in range(40))}
+
+
 def test_a_build_for_which_no_process_can_be_started_is_retried_with_back_off(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:

@@ -104,13 +104,13 @@ class Maintenance:
         progress: called with the stage of a build, and the fraction of it that is done.
         """
         with self.merging, self.sealing:
-            seals = self._state.growing.size > 0
-            sources = {}
-            for shard in range(self._state.description.shards):
+            shards, build = range(self._state.description.shards), partial(self.build_here, progress=progress)
+            if self._state.growing.size:
+                self._rewrite(dict.fromkeys(shards, ()), True, build)
+            for shard in shards:  # one by one, so that there need be room for the new files of one only
                 own = [segment for segment in self._state.segments if segment.info.shard == shard]
-                if seals or len(own) > 1 or any(one.count < one.size or one.lacks_keywords for one in own):
-                    sources[shard] = own
-            self._rewrite(sources, seals, partial(self.build_here, progress=progress))
+                if len(own) > 1 or any(one.count < one.size or one.lacks_keywords for one in own):
+                    self._rewrite({shard: own}, False, build)
 
     def seal_if_due(self, build: BuildSegment) -> bool:
         """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
