@@ -97,6 +97,7 @@ def test_what_a_build_that_was_killed_has_left_is_removed_by_the_next_one(tmp_pa
     half.mkdir()
     (half / "codes.npy").touch()
     (left / "log" / f".{0:020}.log.part").touch()
+    (left / "segments" / "0" / "keywords.sqlite-journal").touch()
     build(out)
     assert os.listdir(out.parent) == ["docs"]
 
@@ -161,10 +162,12 @@ def test_a_second_build_of_the_same_directory_is_refused(tmp_path: Path) -> None
     out = tmp_path / "docs"
     with atomic_directory(out, replace=True) as building:
         (building / "documents.sqlite").touch()
+        (building / "temporary").touch()
         with pytest.raises(CollectionBusy, match=r"\.docs\.building has a writer already: process"):
             build(out)
         assert (building / "documents.sqlite").exists()
         (building / "documents.sqlite").unlink()
+        (building / "temporary").unlink()
         build(tmp_path / "other")
     assert sorted(os.listdir(tmp_path)) == ["docs", "other"]
 

@@ -26,7 +26,7 @@ from runtime.retrieval.collections.disk import (
 _OWN_FILES = re.compile(
     r"(\.?(collection\.json|MANIFEST)|log/\.?\d+\.log)(\.part)?|writer\.lock|(tombstones|served|segments/\.merging)/[^/]+"
     r"|(segments/(\.building-)?\d+/)?"
-    r"(segment\.json|(documents|keywords|words)\.sqlite|attributes\.msgpack"
+    r"(segment\.json|(documents|keywords|words)\.sqlite(-journal)?|attributes\.msgpack"
     r"|(index(-\d+)?|\.index(-\d+)?\.[0-9a-f]{32})/(meta\.json|[^/]+\.npy))"  # see `gpu.index.storage.save`
 )
 
@@ -78,8 +78,10 @@ def _claim(building: Path) -> int:
         except FileExistsError:
             if building.is_symlink():
                 raise
+        lock_file = building / LOCK
         try:
-            _refuse_foreign(building)  # before it gets a lock file
+            if lock_file.is_symlink() or not lock_file.exists():
+                _refuse_foreign(building)  # before it gets a lock file
             lock = acquire_lock(building)
         except (CollectionError, FileNotFoundError):
             if building.exists():
@@ -88,6 +90,11 @@ def _claim(building: Path) -> int:
         if lock_is_current(lock, building):
             break
         os.close(lock)  # as above
+    try:
+        _refuse_foreign(building)  # now that no other build changes it
+    except BaseException:
+        os.close(lock)
+        raise
     for path in building.iterdir():
         if path.name != LOCK:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
