@@ -8,6 +8,7 @@ import sqlite3
 import subprocess
 import sys
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +18,7 @@ import pytest
 from runtime.errors import EXIT_BUSY, EXIT_CONFIG, CollectionBusy, CollectionError, NoRoom, OutputRefused
 from runtime.retrieval.collections import bulk_load, directory
 from runtime.retrieval.collections.directory import atomic_directory
-from runtime.retrieval.collections.disk import writing
+from runtime.retrieval.collections.disk import LOCK, writing
 from runtime.retrieval.collections.documents import Document
 from runtime.retrieval.collections.reader import CollectionReader
 from tests.retrieval.long_builds import long_source, wait_until_it_reads
@@ -105,10 +106,13 @@ def test_what_a_build_that_was_killed_has_left_is_removed_by_the_next_one(tmp_pa
 def test_what_a_build_that_was_killed_while_it_removed_the_old_collection_has_left_is_removed_by_the_next_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def killed(path: Path) -> None:
-        (path / "MANIFEST").unlink()
-        raise KeyboardInterrupt
+    def killed(path: Path, **options: Any) -> None:
+        if path.parent == tmp_path / ".docs.building":
+            (path.parent / "MANIFEST").unlink(missing_ok=True)
+            raise KeyboardInterrupt
+        remove(path, **options)
 
+    remove = shutil.rmtree
     build(tmp_path / "docs")
     with monkeypatch.context() as patched:
         patched.setattr(shutil, "rmtree", killed)
@@ -116,6 +120,27 @@ def test_what_a_build_that_was_killed_while_it_removed_the_old_collection_has_le
             build(tmp_path / "docs")
     assert CollectionReader.verify(tmp_path / "docs") == ""
     build(tmp_path / "docs")
+    assert os.listdir(tmp_path) == ["docs"]
+
+
+@pytest.mark.parametrize("fails", [False, True])
+def test_no_build_begins_in_a_directory_whose_files_are_being_removed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, fails: bool
+) -> None:
+    def removed(path: Path, **options: Any) -> None:
+        others.update(name for name in os.listdir(path) if path == left and name != LOCK)
+        remove(path, **options)
+
+    def fail(stage: str, part: float) -> None:
+        if fails:
+            raise ZeroDivisionError
+
+    others, left, remove = set[str](), tmp_path / ".docs.building", shutil.rmtree
+    build(tmp_path / "docs")
+    monkeypatch.setattr(shutil, "rmtree", removed)
+    with pytest.raises(ZeroDivisionError) if fails else nullcontext():
+        bulk_load.build(VECTORS, tmp_path / "docs", degree=4, force=True, progress=fail)
+    assert not others, "its lock is removed with these"
     assert os.listdir(tmp_path) == ["docs"]
 
 

@@ -61,7 +61,7 @@ def atomic_directory(out: Path, *, replace: bool, locked: bool = False) -> Itera
         raise storage_error(error, f"with {free >> 20:,} MiB free, {out} cannot be built") from error
     finally:
         if lock_is_current(lock, building):
-            shutil.rmtree(building)
+            _remove(building)
         os.close(lock)
 
 
@@ -95,10 +95,20 @@ def _claim(building: Path) -> int:
     except BaseException:
         os.close(lock)
         raise
+    _clear(building)
+    return lock
+
+
+def _clear(building: Path) -> None:
     for path in building.iterdir():
         if path.name != LOCK:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
-    return lock
+
+
+def _remove(building: Path) -> None:
+    """Remove a directory whose lock is held, which goes last: until then no other build begins in it."""
+    _clear(building)
+    shutil.rmtree(building, ignore_errors=True)  # another build may have it now
 
 
 def _refuse_foreign(building: Path) -> None:
@@ -136,7 +146,7 @@ def _rename_into_place(building: Path, out: Path) -> None:
     replaced = out.exists()
     set_modes(building, stat.S_IMODE(out.stat().st_mode) if replaced else 0o700)
     if replaced and _exchange(building, out):
-        shutil.rmtree(building)  # if this is killed, the next build removes it
+        _remove(building)  # if this is killed, the next build does
         return
     old = out.with_name(f".{out.name}.replaced-{secrets.token_hex(4)}") if replaced else None
     try:
