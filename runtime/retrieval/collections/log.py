@@ -225,7 +225,7 @@ class LogFollower:
         fd = open_regular(path, max_bytes=MAX_LOG_BYTES)
         self.close()
         self._fd, self._file, self._path = fd, os.fstat(fd), os.fspath(path)
-        self.first, self.end = max(first, 0), 0  # first record of the file, and position of the next record
+        self.first, self.end = first, 0  # first record of the file, and position of the next record
         self._torn = False  # bytes follow the last complete record: one is being written, or was torn by a crash
 
     @property

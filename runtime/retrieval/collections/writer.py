@@ -234,9 +234,10 @@ class CollectionWriter:
 
     def _prepare_delete(self, group: WriteGroup, ids: Sequence[str], owner: AttributeBinding | None) -> int:
         row_by_id = self._rows_of(group, list(dict.fromkeys(ids)))
-        rows = self._own(np.array(sorted(row_by_id.values()), np.int64), owner)
-        group.operations += [Delete(rows.tolist())] if len(rows) else []
-        group.rows |= {name: None for name, row in row_by_id.items() if row in rows}
+        rows = self._own(np.array(sorted(row_by_id.values()), np.int64), owner).tolist()
+        group.operations += [Delete(rows)] if rows else []
+        deleted = {*rows}
+        group.rows |= {name: None for name, row in row_by_id.items() if row in deleted}
         return len(rows)
 
     def _own(self, rows: Rows, owner: AttributeBinding | None) -> Rows:
