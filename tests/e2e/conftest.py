@@ -23,7 +23,8 @@ drain_s = {drain_s}
 
 [http]
 port = 0
-drain_notice_s = 0
+workers = {http}
+drain_notice_s = {notice_s}
 
 [model]
 name = "{model}"
@@ -95,11 +96,14 @@ StartNode = Callable[..., Node]
 def new_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFactory) -> StartNode:
     """Start a node with the given timeouts and additional configuration `more`; the caller stops it."""
 
-    def start(drain_s: float = 20.0, more: str = "", spares: int = 0) -> Node:
+    def start(drain_s: float = 20.0, more: str = "", spares: int = 0, http: int = 1, notice_s: float = 0.0) -> Node:
         home = tmp_path_factory.mktemp("node")
         config = home / "node.toml"
         run_dir = home / "run"
-        text = CONFIG.format(name=home.name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s)
+        text = CONFIG.format(
+            name=home.name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s, http=http,
+            notice_s=notice_s,
+        )  # fmt: skip
         config.write_text(text.replace("slots =", f"spares = {spares}\nslots =") + more)
         return Node(config)
 

@@ -281,6 +281,25 @@ def test_requests_whose_worker_dies_in_a_drain_end_with_an_error_without_waiting
     assert mortal.process.wait(timeout=60) == 0
 
 
+def test_requests_whose_worker_dies_while_http_workers_drain_first_end_with_an_error(start_node: StartNode) -> None:
+    node = start_node(drain_s=240.0, http=2, notice_s=120.0)
+    for _ in range(2):  # a health check that polls: the port stays open for a while
+        node.wait_ready()
+    long = BODY | {"prompt": "a" * 100, "max_tokens": 1900, "retrieval": False}
+    with ThreadPoolExecutor(2) as threads:
+        ends = [threads.submit(end_of, node, long) for _ in range(2)]
+        in_flight(node, 2, "trinity_num_requests_running")
+        decode = node.pid("decode-0")
+        os.kill(decode, signal.SIGSTOP)  # they do not end before it is killed
+        node.process.send_signal(signal.SIGINT)
+        node.wait(lambda: node.status().draining)
+        eventually(lambda: not node.ready(), WAIT_S, "the drain to be seen")
+        os.kill(decode, signal.SIGKILL)
+        assert [end.result(100) for end in ends] == ["worker_lost"] * 2
+    node.process.send_signal(signal.SIGINT)
+    assert node.process.wait(timeout=60) == 0
+
+
 def test_a_second_node_in_the_same_run_directory_is_refused(node: Node) -> None:
     with pytest.raises(RuntimeError, match="a node already runs in"):
         Node(node.config)

@@ -38,8 +38,9 @@ Knob = Literal[
     "flush_prefill_s",  # how long a prefill query leaves free slots to decode queries
     "reload_of",  # index of the collection to reload in the configuration, or -1 for all
     "reload",  # number of the requested reload
-    "draining",  # 1 while the node drains on request of an operator
+    "draining",  # 1 while the node drains on request of an operator, `NODE_STOPS` once it stops
 ]
+NODE_STOPS = 2.0
 _RELOADS: tuple[Knob, ...] = ("reload_of", "reload")
 KNOBS: dict[Role, tuple[Knob, ...]] = {
     "pool": ("reserve", "flush_prefill_s", *_RELOADS),

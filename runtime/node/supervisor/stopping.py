@@ -4,7 +4,7 @@ from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 
 from runtime.node.config import Role
-from runtime.node.metrics.table import State
+from runtime.node.metrics.table import NODE_STOPS, State
 from runtime.node.supervisor.lifecycle import Lifecycle
 from runtime.node.supervisor.supervised_worker import Phase, SupervisedWorker
 
@@ -21,7 +21,7 @@ def stop_steps(
     """
     frontends, http = of_role(workers, "frontend"), of_role(workers, "http")
     if http:
-        set_draining(workers, True)
+        set_draining(workers, NODE_STOPS)
         yield (), lambda: any(one.phase is Phase.READY and one.table.state is State.READY for one in frontends)
         lifecycle.stop(http, by=by)
         yield http, lambda: any(one.process is not None and one.table.state is not State.CLOSED for one in http)
@@ -36,10 +36,10 @@ def of_role(workers: Sequence[SupervisedWorker], role: Role) -> list[SupervisedW
     return [worker for worker in workers if worker.placement.role == role]
 
 
-def set_draining(workers: Sequence[SupervisedWorker], draining: bool) -> None:
-    """Set whether the processes that serve HTTP report that the node drains."""
+def set_draining(workers: Sequence[SupervisedWorker], draining: float) -> None:
+    """Set whether the processes that serve HTTP report that the node drains; `NODE_STOPS`: and expect no worker."""
     for worker in (*of_role(workers, "frontend"), *of_role(workers, "http")):
-        worker.table.set_knob("draining", float(draining))
+        worker.table.set_knob("draining", draining)
 
 
 def _any_runs(workers: Sequence[SupervisedWorker]) -> bool:

@@ -369,7 +369,7 @@ class Supervisor:
             stopping=bool(self._stop_requests),
             workers=tuple(worker_status(worker, now_s) for worker in self.workers),
             spares=tuple(worker_status(spare, now_s) for spare in self._standbys.spares),
-            draining=self._frontend.knob("draining") == 1,
+            draining=self._frontend.knob("draining") >= 1,
         )
 
     def metrics_text(self) -> str:

@@ -14,7 +14,7 @@ from starlette.types import ASGIApp
 
 from runtime.errors import Unavailable
 from runtime.node.api_keys import read_api_keys
-from runtime.node.metrics.table import State, WorkerTable
+from runtime.node.metrics.table import NODE_STOPS, State, WorkerTable
 from runtime.node.metrics.worker_metrics import CacheEvent, FrontendMetrics
 from runtime.node.supervisor.admin import admin_request
 from runtime.node.supervisor.listen import listen_private
@@ -249,7 +249,7 @@ async def _heartbeat(
         if follower is not None:
             follower.step(time.monotonic_ns())
         node_stops = worker.stopping and not worker.awaits_release  # otherwise a successor takes over
-        readiness.drain(node_stops or worker.table.knob("draining") == 1)
+        readiness.drain(node_stops or worker.table.knob("draining") >= 1)
         if not worker.stopping and worker.table.state is not State.STARTING:
             worker.table.state = State.DRAINING if readiness.notice_elapsed else State.READY
         if worker.stopping:
@@ -257,11 +257,14 @@ async def _heartbeat(
                 answers.close()
             for server in servers:
                 server.should_exit = server.should_exit or readiness.notice_elapsed or not node_stops
-            if node_stops:
-                engine.expect_no_worker()
+        others_stop = worker.table.knob("draining") == NODE_STOPS  # HTTP workers, which do first
+        if node_stops or others_stop:
+            engine.expect_no_worker()
+        if worker.stopping or others_stop:
             stopping_at = stopping_at or time.monotonic()
-            if time.monotonic() > stopping_at + drain_s:  # the supervisor kills it soon: end the rest with an error
-                engine.end_all(Unavailable("the node stopped before the answer was complete"))
+        if stopping_at is not None and time.monotonic() > stopping_at + drain_s:
+            # The supervisor kills it soon: end the rest with an error.
+            engine.end_all(Unavailable("the node stopped before the answer was complete"))
         worker.table.set(FrontendMetrics.IN_FLIGHT, len(engine.requests))
         worker.table.total(FrontendMetrics.RESTARTED, engine.restarts)
         worker.table.total(FrontendMetrics.MALFORMED, engine.malformed)
