@@ -23,8 +23,7 @@ drain_s = {drain_s}
 
 [http]
 port = 0
-workers = {http}
-drain_notice_s = {notice_s}
+drain_notice_s = 0
 
 [model]
 name = "{model}"
@@ -100,10 +99,8 @@ def new_node(model: Path, collection: Path, tmp_path_factory: pytest.TempPathFac
         home = tmp_path_factory.mktemp("node")
         config = home / "node.toml"
         run_dir = home / "run"
-        text = CONFIG.format(
-            name=home.name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s, http=http,
-            notice_s=notice_s,
-        )  # fmt: skip
+        text = CONFIG.format(name=home.name, run_dir=run_dir, model=model, collection=collection, drain_s=drain_s)
+        text = text.replace("drain_notice_s = 0", f"workers = {http}\ndrain_notice_s = {notice_s}")
         config.write_text(text.replace("slots =", f"spares = {spares}\nslots =") + more)
         return Node(config)
 
