@@ -14,7 +14,7 @@ import subprocess
 import sys
 import threading
 from collections import Counter, defaultdict
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Sequence
 from contextlib import suppress
 from functools import partial
 from pathlib import Path
@@ -104,13 +104,15 @@ class Maintenance:
         progress: called with the stage of a build, and the fraction of it that is done.
         """
         with self.merging, self.sealing:
-            shards, build = range(self._state.description.shards), partial(self.build_here, progress=progress)
+            build = partial(self.build_here, progress=progress)
             if self._state.growing.size:
-                self._rewrite(dict.fromkeys(shards, ()), True, build)
-            for shard in shards:  # one by one, so that there need be room for the new files of one only
+                self._rewrite((), build)
+            for shard in range(
+                self._state.description.shards
+            ):  # one by one, so that there need be room for the new files of one only
                 own = [segment for segment in self._state.segments if segment.info.shard == shard]
                 if len(own) > 1 or any(one.count < one.size or one.lacks_keywords for one in own):
-                    self._rewrite({shard: own}, False, build)
+                    self._rewrite(own, build)
 
     def seal_if_due(self, build: BuildSegment) -> bool:
         """Seal the growing rows into segments by `build`, if there are enough; return whether there were."""
@@ -121,7 +123,7 @@ class Maintenance:
         with self.merging:
             if not (segments := pick_merge(self._state.segments, self._seal_rows)):
                 return False
-            self._rewrite({segments[0].info.shard: segments}, False, build)
+            self._rewrite(segments, build)
         self.wake()  # a seal may have waited for the merge
         return True
 
@@ -146,24 +148,23 @@ class Maintenance:
         with self.sealing:
             if self._state.growing.size < at_least or too_many_segments(self._state.segments):
                 return False
-            self._rewrite(dict.fromkeys(range(self._state.description.shards), ()), True, build)
+            self._rewrite((), build)
         self.wake()  # a merge may be due now
         return True
 
-    def _rewrite(self, sources: Mapping[int, Sequence[Segment]], seals: bool, build: BuildSegment) -> None:
-        """Build a segment of some shards, each from those of its segments that are given, and if `seals` from its
-        growing rows; then install all. With the growing rows all shards are built."""
-        if not sources:
-            return
+    def _rewrite(self, merged: Sequence[Segment], build: BuildSegment) -> None:
+        """Build a segment from some of a shard, or if none are given one of each shard from the growing rows; then
+        install what was built."""
+        numbers, shards = [one.info.number for one in merged], sorted({one.info.shard for one in merged})
         with self._commits.lock:
             self._commits.check_directory()
             until = next_row = 0
-            if seals:
+            if not merged:
                 self._commits.rotate()
                 until, next_row = self._state.sequence, self._state.growing.next_row
             jobs = [
-                BuildJob(number, next_row, [one.info.number for one in merged], self._threads, shard)
-                for number, (shard, merged) in enumerate(sources.items(), self._next_segment)
+                BuildJob(number, next_row, numbers, self._threads, shard)
+                for number, shard in enumerate(shards or range(self._state.description.shards), self._next_segment)
             ]
             self._next_segment += len(jobs)
             self.building |= {job.number for job in jobs}
@@ -175,14 +176,14 @@ class Maintenance:
                 raise
             fresh = self._state.open_segments(built)
             try:
-                self._install({number for job in jobs for number in job.merged}, until, next_row, fresh)
+                self._install(numbers, until, next_row, fresh)
             except BaseException:
                 close(list(fresh.values()))
                 raise
         finally:
             self.building.difference_update(job.number for job in jobs)
-        self.sealed += seals
-        self.merged += any(sources.values())
+        self.sealed += not merged
+        self.merged += bool(merged)
         self._remove_obsolete_files()
 
     def _install(self, merged: Collection[int], until: int, next_row: int, fresh: Loaded) -> None:

@@ -2,7 +2,7 @@
 
 import contextlib
 import stat
-from collections.abc import Collection, Iterable, Iterator
+from collections.abc import Collection, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +29,7 @@ from runtime.retrieval.collections.description import (
 from runtime.retrieval.collections.disk import Disk, storage_errors
 from runtime.retrieval.collections.documents import Document, DocumentStore, Sources
 from runtime.retrieval.collections.log import log_files
+from runtime.retrieval.collections.part import Part
 from runtime.retrieval.collections.segment import CONTENTS, FILES, Contents, index_errors, sources_of
 from runtime.retrieval.collections.state import State, vectors_of
 from runtime.retrieval.keywords.index import KeywordFile
@@ -39,7 +40,7 @@ _FLAT_FILES = (DOCUMENTS, ATTRIBUTES, KEYWORDS, "words.sqlite")  # of a flat bul
 class BuildJob(msgspec.Struct, frozen=True):
     """A segment to build, with the rows of one shard.
 
-    Its sources are the segments that `merged` names, and the growing rows before `next_row`; 0: none of these.
+    Its source is the segments that `merged` names, or else the growing rows before `next_row`.
     """
 
     number: int
@@ -56,16 +57,17 @@ def build(disk: Disk, state: State, job: BuildJob, progress: Progress = no_progr
         progress("rows", number / len(merged))
         segment.verify()  # a damaged one must not be sealed again under a new checksum
     with state.lock:
-        growing, parts = state.growing, (*merged, state.growing)
-        if growing.next_row < job.next_row:
+        parts: Sequence[Part] = merged or (state.growing,)
+        if not merged and state.growing.next_row < job.next_row:
             raise CollectionError(f"the log ends before row {job.next_row}")
         alive = [part.alive_rows() for part in parts]
-    alive[-1] = alive[-1][alive[-1] < job.next_row]
     found: dict[int, Document] = {}
     for part, living in zip(parts, alive, strict=True):
         found |= part.find(living.tolist())
-    shard_of = state.description.shard_of
-    documents = [found[row] for row in sorted(found) if row < growing.first or shard_of(found[row].id) == job.shard]
+    documents = [found[row] for row in sorted(found)]
+    if not merged:
+        shard_of = state.description.shard_of
+        documents = [one for one in documents if one.row < job.next_row and shard_of(one.id) == job.shard]
     rows = np.array([one.row for one in documents], np.int64)
     progress("rows", 1.0)
     if not documents:
