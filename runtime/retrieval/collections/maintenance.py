@@ -107,9 +107,7 @@ class Maintenance:
             build = partial(self.build_here, progress=progress)
             if self._state.growing.size:
                 self._rewrite((), build)
-            for shard in range(
-                self._state.description.shards
-            ):  # one by one, so that there need be room for the new files of one only
+            for shard in range(self._state.description.shards):  # in turn: there need be room for one's files only
                 own = [segment for segment in self._state.segments if segment.info.shard == shard]
                 if len(own) > 1 or any(one.count < one.size or one.lacks_keywords for one in own):
                     self._rewrite(own, build)
